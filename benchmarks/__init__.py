@@ -1,0 +1,14 @@
+"""
+Benchmarks of the package: one module a question, one CSV schema for all, one separate plotter.
+
+Run them from the root of the checkout, e.g. `python -m benchmarks.reorder --n 4`. Each prints its configuration
+first, shows progress, and puts its rows into `benchmarks/results/<benchmark>.csv` (a rerun replaces them);
+`python -m benchmarks.plot` draws what is there.
+
+| module | question |
+|---|---|
+| `reorder` | passages in a new order behind a changed head: how close is the answer, how many rows run, how soon |
+| `nothing_in_common` | what does the cache cost a prompt that it can't help |
+| `chat` | does a turn cost what its new text costs, and is that never slower than deep-copying a cache |
+| `oracles` | the figures of the oracles O1 to O7 and O9 (DESIGN.md, section 4) |
+"""

@@ -1,0 +1,177 @@
+"""
+Draws what the CSVs hold: one PNG a benchmark, beside them. Needs matplotlib (extra `plot`).
+
+    python -m benchmarks.plot                          # benchmarks/results/*.csv -> benchmarks/results/*.png
+    python -m benchmarks.plot --folder .cache/look
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from benchmarks.common import RESULTS, read_rows  # noqa: E402
+
+# blue is the package, orange and grey what it is held against, dark red a target
+BLUE, ORANGE, GREY, TARGET = "#005faf", "#ffaf00", "#9a9a9a", "#af0000"
+VARIANTS = ("balanced", "fast", "no repair", "no rotation")
+
+
+class Table:
+    """Rows of one CSV, looked up by case and metric."""
+
+    def __init__(self, rows: list[dict]):
+        self.rows = {(row["case"], row["metric"]): row for row in rows}
+        self.cases = list(dict.fromkeys(row["case"] for row in rows))
+
+    def has(self, case: str, metric: str) -> bool:
+        return (case, metric) in self.rows
+
+    def value(self, case: str, metric: str) -> float:
+        return float(self.rows[case, metric]["value"])
+
+    def errors(self, case: str, metric: str) -> tuple[float, float]:
+        """How far the interval reaches below and above the value; 0 where the row has none."""
+        row = self.rows[case, metric]
+        value = float(row["value"])
+        low, high = (float(row[name]) if row[name] else value for name in ("low", "high"))
+        return max(value - low, 0.0), max(high - value, 0.0)
+
+    def caption(self) -> str:
+        """With what the figures were measured."""
+        row = next(iter(self.rows.values()))
+        return (
+            f"{row['model']}, {row['dtype']}, {row['machine']}, {row['threads']} threads, torch {row['torch']}, "
+            f"transformers {row['transformers']}, {row['date']}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the CSVs are and the PNGs go")
+    folder = parser.parse_args().folder
+    drawn = 0
+    for name, draw in DRAWINGS.items():
+        rows = read_rows(folder / f"{name}.csv")
+        if not rows:
+            print(f"{name}: no {name}.csv in the folder, nothing to draw")
+            continue
+        table = Table(rows)
+        figure = draw(table)
+        figure.text(0.01, 0.01, table.caption(), fontsize=6, color="#555555")
+        figure.tight_layout(rect=(0, 0.03, 1, 1))
+        path = folder / f"{name}.png"
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+        print(f"{name}: {path.name}")
+        drawn += 1
+    if not drawn:
+        raise SystemExit("nothing was drawn: run a benchmark first, e.g. python -m benchmarks.reorder")
+
+
+def draw_reorder(table: Table) -> Figure:
+    """Divergence, rows run and time to first token of each variant, with the targets."""
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6))
+    panels = (
+        ("KL first token, mean", "KL of the first token (nats)", {"balanced": 0.018, "fast": 0.045}),
+        ("rows run / prompt tokens", "rows run / prompt tokens", {"balanced": 0.25, "fast": 0.15}),
+        ("time to first token / full prefill", "time to first token / full prefill", {"balanced": 0.33, "fast": 0.2}),
+    )
+    for axis, (metric, title, targets) in zip(axes, panels, strict=True):
+        cases = [case for case in table.cases if table.has(case, metric)]
+        order = [case for case in VARIANTS if case in cases] + [case for case in cases if case not in VARIANTS]
+        bars(axis, table, order, metric, [BLUE if case not in VARIANTS[2:] else GREY for case in order])
+        for place, case in enumerate(order):
+            if case in targets:
+                axis.hlines(targets[case], place - 0.45, place + 0.45, colors=TARGET, linestyles="dashed")
+        axis.set_title(title, fontsize=9)
+    figure.suptitle("Six passages in a new order behind a changed head (dashed: target)", fontsize=10)
+    return figure
+
+
+def draw_chat(table: Table) -> Figure:
+    """Time to first token by turn for the three ways, and the new tokens of each turn."""
+    turns = [case for case in table.cases if case.startswith("turn ")]
+    numbers = range(1, len(turns) + 1)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8))
+    ways = (("cache", "SuffixCache", BLUE), ("deep copy", "deep copy of a DynamicCache", ORANGE))
+    for way, label, colour in (*ways, ("full prefill", "full prefill", GREY)):
+        values = [table.value(turn, f"time to first token, {way}") for turn in turns]
+        axes[0].plot(numbers, values, marker="o", markersize=3, color=colour, label=label)
+    axes[0].set(xlabel="turn", ylabel="time to first token (s)", ylim=(0, None))
+    axes[0].xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(fontsize=8)
+    new = [table.value(turn, "new tokens") for turn in turns]
+    for way, label, colour in ways:
+        values = [table.value(turn, f"time to first token, {way}") for turn in turns]
+        axes[1].scatter(new[1:], values[1:], s=16, color=colour, label=label)
+    axes[1].set(xlabel="new tokens of the turn", ylabel="time to first token (s)", xlim=(0, None), ylim=(0, None))
+    axes[1].legend(fontsize=8)
+    figure.suptitle("A chat, turn by turn", fontsize=10)
+    return figure
+
+
+def draw_nothing_in_common(table: Table) -> Figure:
+    """What the cache adds to a prompt that it can't help, as shares of its targets' bounds."""
+    figure, axes = plt.subplots(1, 3, figsize=(10, 3.2))
+    panels = (
+        ("prompt", "own time / stock prefill", 0.02, "own time / stock prefill"),
+        ("generated token", "own time beyond update", 0.3, "own ms per generated token"),
+        ("whole call", "total / stock", 1.03, "whole call / stock"),
+    )
+    for axis, (case, metric, target, title) in zip(axes, panels, strict=True):
+        bars(axis, table, [case], metric, [BLUE])
+        axis.axhline(target, color=TARGET, linestyle="dashed")
+        axis.set_title(title, fontsize=9)
+    axes[2].set_ylim(0.9, 1.1)
+    figure.suptitle("Nothing in common with the store (dashed: target)", fontsize=10)
+    return figure
+
+
+def draw_oracles(table: Table) -> Figure:
+    """Logit differences of the oracles against those of their controls, on a logarithmic scale."""
+    cases = [case for case in table.cases if case[:2] in ("O1", "O3", "O6")]
+    figure, axis = plt.subplots(figsize=(10, 3.8))
+    floor = 1e-8  # a difference of exactly 0 has no place on the scale
+    for place, case in enumerate(cases):
+        for (other, metric), row in table.rows.items():
+            if other == case and "logit difference" in metric:
+                control = metric.startswith("control")
+                axis.scatter(place, max(float(row["value"]), floor), color=GREY if control else BLUE, s=18)
+    axis.axhline(1e-4, color=TARGET, linestyle="dashed", label="bound, tiny models")
+    axis.set(yscale="log", ylabel="max abs logit difference")
+    axis.set_xticks(range(len(cases)), cases, rotation=60, fontsize=7, ha="right")
+    axis.scatter([], [], color=BLUE, s=18, label="with the cache")
+    axis.scatter([], [], color=GREY, s=18, label="negative control")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def bars(axis, table: Table, cases: list[str], metric: str, colours: list[str]) -> None:
+    """One bar with its interval and its figure for each case."""
+    if not cases or not all(table.has(case, metric) for case in cases):
+        axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes)
+        axis.set_axis_off()
+        return
+    values = [table.value(case, metric) for case in cases]
+    errors = list(zip(*(table.errors(case, metric) for case in cases), strict=True))
+    axis.bar(range(len(cases)), values, yerr=errors, color=colours, width=0.7, capsize=3)
+    for place, value in enumerate(values):
+        axis.text(place, value, f" {value:.3g}", ha="left", va="bottom", fontsize=7)
+    axis.set_xticks(range(len(cases)), [case.replace(", ", ",\n") for case in cases], fontsize=7)
+
+
+DRAWINGS: dict[str, Callable[[Table], Figure]] = {
+    "reorder": draw_reorder,
+    "nothing_in_common": draw_nothing_in_common,
+    "chat": draw_chat,
+    "oracles": draw_oracles,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""hf_suffix_cache: text that an earlier call has run through the model is not prefilled again, wherever it stands."""
+
+from .cache import SuffixCache
+from .config import PoolExhausted, SuffixCacheConfig, UnsupportedModelError
+from .diagnosis import diagnose
+from .generation import uninstall
+from .planning import Span
+from .report import ReuseReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PoolExhausted",
+    "ReuseReport",
+    "Span",
+    "SuffixCache",
+    "SuffixCacheConfig",
+    "UnsupportedModelError",
+    "diagnose",
+    "uninstall",
+]

@@ -1,0 +1,123 @@
+"""Every knob of the package: one frozen dataclass, its legal ranges, its JSON form; and the package's own errors."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+class PoolExhausted(RuntimeError):
+    """The block pool can't hold another extent within `max_bytes`. Never reaches a caller of `generate`."""
+
+
+class UnsupportedModelError(ValueError):
+    """The caller asked explicitly for something that this model can't do; the message says what and why."""
+
+
+FIDELITIES = ("exact", "balanced", "fast")
+
+
+@dataclass(frozen=True)
+class SuffixCacheConfig:
+    """
+    Settings of a `SuffixCache`. Wrong values raise `ValueError` (or `TypeError`) naming field, value and legal range.
+
+    Args:
+        fidelity (`str`, *optional*, defaults to `"balanced"`):
+            `"exact"` never serves an approximate row; `"balanced"` moves stored rows and recomputes the ones the
+            question leans on; `"fast"` moves stored rows and recomputes the first ones of each run.
+        repair (object with a `select` method, *optional*):
+            A repair policy (see `repair.py`) that overrides the preset of `fidelity`.
+        repair_fraction (`float`, *optional*, defaults to 0.15):
+            Share of the shifted rows that `"balanced"` recomputes, seam rows included; `"fast"` takes half of it.
+        seam_tokens (`int`, *optional*, defaults to 4):
+            Rows recomputed after each seam.
+        tail_tokens (`int`, *optional*, defaults to 32):
+            Newest prompt tokens that are always computed when a plan holds an approximate row.
+        min_match_tokens (`int`, *optional*, defaults to 16):
+            Shortest run worth shifting. Below 15 a run is found only if a stored 8-token window lies inside it.
+        keep_conversations (`int`, *optional*, defaults to 4):
+            Newest conversations whose extents stay as they are; older ones keep computed rows and a recipe.
+        block_size (`int`, *optional*, defaults to 16):
+            Rows in a pool block.
+        max_bytes (`int`, *optional*):
+            Store budget. `None`: a quarter of the memory free on the model's device at first use.
+        ttl (`float`, *optional*, defaults to 300.0):
+            Seconds that an unused named session's segments live; `None` means for ever.
+        namespace (`str`, *optional*, defaults to `""`):
+            A salt of the caller's: caches with different namespaces never share rows.
+    """
+
+    fidelity: str = "balanced"
+    repair: Any = None
+    repair_fraction: float = 0.15
+    seam_tokens: int = 4
+    tail_tokens: int = 32
+    min_match_tokens: int = 16
+    keep_conversations: int = 4
+    block_size: int = 16
+    max_bytes: int | None = None
+    ttl: float | None = 300.0
+    namespace: str = ""
+
+    def __post_init__(self):
+        if self.fidelity not in FIDELITIES:
+            raise ValueError(f"`fidelity` must be one of {FIDELITIES}, got {self.fidelity!r}.")
+        if self.repair is not None and not callable(getattr(self.repair, "select", None)):
+            raise TypeError(f"`repair` must be None or an object with a `select` method, got {self.repair!r}.")
+        _check_number("repair_fraction", self.repair_fraction, 0.0, 1.0)
+        _check_int("seam_tokens", self.seam_tokens, 0, 64)
+        _check_int("tail_tokens", self.tail_tokens, 1, 4096)
+        _check_int("min_match_tokens", self.min_match_tokens, 8, 512)
+        _check_int("keep_conversations", self.keep_conversations, 0, 10_000)
+        _check_int("block_size", self.block_size, 1, 1024)
+        if self.max_bytes is not None:
+            _check_int("max_bytes", self.max_bytes, 1, 2**62)
+        if self.ttl is not None:
+            _check_number("ttl", self.ttl, 0.0, float("inf"))
+        if not isinstance(self.namespace, str):
+            raise TypeError(f"`namespace` must be a string, got {self.namespace!r}.")
+
+    def replace(self, **changes) -> "SuffixCacheConfig":
+        """A copy with some fields changed; unknown names raise `TypeError` that lists the legal ones."""
+        check_field_names(changes)
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        """JSON text of all fields. A custom `repair` object has no JSON form and raises `TypeError`."""
+        if self.repair is not None:
+            raise TypeError(
+                f"`repair` is a custom object ({self.repair!r}) and can't be written to JSON; set it to None first."
+            )
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "SuffixCacheConfig":
+        """The inverse of `to_json`. Unknown fields raise `TypeError`."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError(f"expected a JSON object with the fields of SuffixCacheConfig, got {text[:80]!r}.")
+        check_field_names(fields)
+        return cls(**fields)
+
+
+def check_field_names(names) -> None:
+    """Raise `TypeError` for names that are no field of `SuffixCacheConfig`."""
+    known = [field.name for field in dataclasses.fields(SuffixCacheConfig)]
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise TypeError(f"unknown SuffixCacheConfig field(s) {unknown}; the fields are {known}.")
+
+
+def _check_int(name: str, value, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an integer from {low} to {high}, got {value!r}.")
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` must be from {low} to {high}, got {value}.")
+
+
+def _check_number(name: str, value, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{name}` must be a number from {low} to {high}, got {value!r}.")
+    if not low <= value <= high:
+        raise ValueError(f"`{name}` must be from {low} to {high}, got {value}.")

@@ -1,0 +1,332 @@
+"""The only place that touches transformers' generate: opens, runs and closes a view, and takes the hook off again."""
+
+import functools
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.utils import GenerationMixin
+
+from .capability import cache_argument
+from .report import ReuseReport
+from .request import Refused, Request, closing, describe_plain
+from .view import View
+
+CACHE_NAMES = ("cache", "past_key_values")
+
+_lock = threading.RLock()
+_original_generate = None
+_hooked: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> [count, handles]
+_attached: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> attachments
+
+
+def is_suffix_cache(value) -> bool:
+    """Whether a value is a store that views can be opened on."""
+    return callable(getattr(value, "open_view", None))
+
+
+# -- generate ---------------------------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Wrap `GenerationMixin.generate`, once. A call without a SuffixCache goes straight through."""
+    global _original_generate
+    with _lock:
+        if _original_generate is None:
+            _original_generate = GenerationMixin.generate
+            GenerationMixin.generate = _wrap(_original_generate)
+
+
+def uninstall() -> None:
+    """Put transformers' own generate back. Making a SuffixCache installs the wrapper again."""
+    global _original_generate
+    with _lock:
+        if _original_generate is not None:
+            GenerationMixin.generate = _original_generate
+            _original_generate = None
+
+
+def _wrap(original):
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        store = _take_store(self, kwargs)
+        if store is None:
+            return original(self, *args, **kwargs)
+        return _generate(original, self, store, args, kwargs)
+
+    return generate
+
+
+def _take_store(model, kwargs: dict):
+    """Take the SuffixCache out of a call's arguments; an attached one if the call names no cache."""
+    given = {name: kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None}
+    stores = [name for name, value in given.items() if is_suffix_cache(value)]
+    if not stores:
+        attachments = _attached.get(model)
+        return attachments[-1].store if attachments and not given else None
+    if len(given) > 1:
+        raise ValueError(
+            "both `cache` and `past_key_values` were passed, and one of them is a SuffixCache. Pass the SuffixCache alone: "
+            "it finds by itself what it has stored of the prompt."
+        )
+    for name in CACHE_NAMES:
+        kwargs.pop(name, None)
+    return given[stores[0]]
+
+
+def _generate(original, model, store, args: tuple, kwargs: dict):
+    call = _Call(model, args, kwargs)
+    started = time.perf_counter()
+    if call.get("cache_implementation") is not None:
+        raise ValueError(
+            f"`cache_implementation={call.get('cache_implementation')!r}` and a SuffixCache were both passed: a call has "
+            "one cache. Leave `cache_implementation` unset (None) to use the SuffixCache."
+        )
+    try:
+        if call.get("use_cache") is False:
+            raise Refused("use_cache=False")
+        request = store.open_view(model, **call.request_options())
+    except Refused as refusal:
+        output = original(model, *args, **kwargs)
+        report = call.plain_report(str(refusal))
+        report.timings["total"] = time.perf_counter() - started
+        report.generated_tokens = call.count_generated(output)
+        store.record(report)
+        return output
+    request.started = started
+    if request.chunk:
+        kwargs["prefill_chunk_size"] = None  # the request runs its rows in chunks itself
+    kwargs[cache_argument(model)] = request.view
+    with hooked(model), closing(request):
+        output = original(model, *args, **kwargs)
+        request.finish(handed_out=not isinstance(output, torch.Tensor))
+    request.report.generated_tokens = call.count_generated(output)
+    store.record(request.report)
+    return output
+
+
+class _Call:
+    """What a generate call asks for, from its arguments, its generation config and the model's."""
+
+    def __init__(self, model, args: tuple, kwargs: dict):
+        self.kwargs = kwargs
+        self.configs = [kwargs.get("generation_config"), args[1] if len(args) > 1 else None, model.generation_config]
+        inputs = kwargs.get("inputs", args[0] if args else None)
+        ids = kwargs.get("input_ids")
+        self.ids = ids if ids is not None else inputs
+        self.embeds = kwargs.get("inputs_embeds")
+
+    def get(self, name: str):
+        """An option of the call; None if it is set nowhere."""
+        if self.kwargs.get(name) is not None:
+            return self.kwargs[name]
+        values = (getattr(config, name, None) for config in self.configs if config is not None)
+        return next((value for value in values if value is not None), None)
+
+    @property
+    def prompt(self) -> torch.Tensor | None:
+        """Ids or embeddings of the prompt, `[batch, tokens, ...]`."""
+        return self.embeds if self.embeds is not None else self.ids
+
+    @property
+    def expansion(self) -> int:
+        """Batch rows per prompt of the caller's."""
+        return max(self.get("num_beams") or 1, self.get("num_return_sequences") or 1)
+
+    @property
+    def stops(self) -> set[int]:
+        """Ids that end a sequence."""
+        stops = self.get("eos_token_id")
+        if stops is None:
+            return set()
+        return {int(stop) for stop in (stops.flatten() if isinstance(stops, torch.Tensor) else np.atleast_1d(stops))}
+
+    def request_options(self) -> dict:
+        """Arguments of `open_view`."""
+        known = isinstance(self.ids, torch.Tensor) and not self.get("token_healing")
+        columns = self.ids.shape[1] if known else None
+        new_tokens = self.get("max_new_tokens")
+        if new_tokens is None and self.get("max_length") is not None and columns is not None:
+            new_tokens = max(1, self.get("max_length") - columns)
+        return {
+            "prompt_columns": columns,
+            "caller_rows": self.prompt.shape[0] if self.prompt is not None else None,
+            "new_tokens": new_tokens,
+            "stops": self.stops,
+            "pad": self.get("pad_token_id"),
+            "chunk": self.get("prefill_chunk_size"),
+            "keep_last": 1,
+            "store_answer": (self.get("num_beams") or 1) == 1,
+        }
+
+    def plain_report(self, reason: str) -> ReuseReport:
+        """Report of a call that ran as if there were no SuffixCache."""
+        report = ReuseReport(reason=reason)
+        if isinstance(self.prompt, torch.Tensor) and self.prompt.dim() >= 2:
+            describe_plain(report, self.prompt, self.kwargs.get("attention_mask"), None)
+            report.computed_rows = self.prompt.shape[0] * self.prompt.shape[1] * self.expansion
+        return report
+
+    def count_generated(self, output) -> int:
+        """Generated tokens over all returned sequences, up to each one's end."""
+        sequences = output if isinstance(output, torch.Tensor) else output.sequences
+        known = self.embeds is None and isinstance(self.ids, torch.Tensor)
+        answers = sequences[:, self.ids.shape[1] if known else 0 :].detach().cpu().numpy()
+        ended = np.isin(answers, list(self.stops))
+        first = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, answers.shape[1])
+        return int(first.sum())
+
+
+# -- the hook ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hooked(model):
+    """One counted pair of hooks on a model; they act on the view that they find in a forward's arguments."""
+    with _lock:
+        entry = _hooked.setdefault(model, [0, ()])
+        if entry[0] == 0:
+            entry[1] = (
+                model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+                model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
+            )
+        entry[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            entry[0] -= 1
+            if entry[0] == 0:
+                for handle in entry[1]:
+                    handle.remove()
+                _hooked.pop(model, None)
+
+
+def _before_forward(model, args: tuple, kwargs: dict):
+    request = _request_of(model, kwargs)
+    if request is None:
+        attachments = _attached.get(model)
+        if not attachments or _names_cache(model, args, kwargs):
+            return None
+        args, kwargs = (), _by_name(model, args, kwargs)
+        request = attachments[-1].begin(model, kwargs)
+        if request is None:
+            return args, kwargs
+    elif args:
+        args, kwargs = (), _by_name(model, args, kwargs)
+    if kwargs.get("input_ids") is not None:
+        request.view.fed.append(kwargs["input_ids"])
+    if request.state == "waiting":
+        return args, request.prefill(model, kwargs)
+    return args, kwargs
+
+
+def _after_forward(model, args: tuple, kwargs: dict, output):
+    request = _request_of(model, kwargs)
+    if request is not None and request.state == "prefill":
+        request.prefilled()
+        attachments = _attached.get(model)
+        if attachments and output is not None:
+            attachments[-1].began(request)
+    return None
+
+
+def _request_of(model, kwargs: dict) -> Request | None:
+    """The open request whose view this forward was given."""
+    for name in CACHE_NAMES:
+        view = kwargs.get(name)
+        if isinstance(view, View) and view.request is not None and view.request.state != "closed":
+            return view.request
+    return None
+
+
+def _names_cache(model, args: tuple, kwargs: dict) -> bool:
+    """Whether a plain forward brings a cache of its own, or wants none."""
+    if kwargs.get("use_cache") is False:
+        return True
+    named = _by_name(model, args, kwargs)
+    return any(named.get(name) is not None for name in CACHE_NAMES)
+
+
+def _by_name(model, args: tuple, kwargs: dict) -> dict:
+    """A forward's arguments, all by name."""
+    return {**dict(zip(_parameter_names(type(model)), args, strict=False)), **kwargs}
+
+
+@functools.lru_cache(maxsize=64)
+def _parameter_names(model_class: type) -> tuple[str, ...]:
+    import inspect
+
+    return tuple(inspect.signature(model_class.forward).parameters)[1:]
+
+
+# -- attach -----------------------------------------------------------------------------------------------------
+
+
+class Attachment:
+    """Serves the plain forwards of one model, each thread its own request at a time."""
+
+    def __init__(self, store):
+        self.store = store
+        self._thread = threading.local()
+        self._open: list[Request] = []
+
+    def begin(self, model, kwargs: dict) -> Request | None:
+        """A new forward that continues nothing: the thread's request before it ends and is stored."""
+        self.end(getattr(self._thread, "request", None))
+        self._thread.request = None
+        try:
+            request = self.store.open_view(model)
+        except Refused as refusal:
+            report = ReuseReport(reason=str(refusal))
+            tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+            if tokens is not None:
+                describe_plain(report, tokens, kwargs.get("attention_mask"), None)
+                report.computed_rows = tokens.shape[0] * tokens.shape[1]
+            self.store.record(report)
+            return None
+        kwargs[cache_argument(model)] = request.view
+        self._thread.request = request
+        self._open.append(request)
+        return request
+
+    def began(self, request: Request) -> None:
+        """Its first forward is done."""
+        if request in self._open:
+            self.store.record(request.report)
+
+    def end(self, request: Request | None) -> None:
+        """Store a request; its view belongs to whoever holds the forward's output."""
+        if request is not None and request in self._open:
+            self._open.remove(request)
+            with closing(request):
+                if request.state == "decoding":
+                    request.finish(handed_out=True)
+                else:
+                    request.abort()
+
+    def end_all(self) -> None:
+        """The model is detached."""
+        for request in list(self._open):
+            self.end(request)
+
+
+@contextmanager
+def attached(model: PreTrainedModel, store):
+    """Inside, the model's plain forwards and its generate calls that name no cache are served from the store."""
+    attachment = Attachment(store)
+    with _lock:
+        _attached.setdefault(model, []).append(attachment)
+    try:
+        with hooked(model):
+            yield store
+    finally:
+        with _lock:
+            _attached[model].remove(attachment)
+            if not _attached[model]:
+                del _attached[model]
+        attachment.end_all()

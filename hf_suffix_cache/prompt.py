@@ -1,0 +1,163 @@
+"""One row of a prompt: its plan, where each of its rows comes from, and what becomes of them."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .planning import KINDS, Plan, Prefix, Span, plan_prompt
+from .repair import RepairRequest
+from .repair import budget as repair_budget
+from .store.segments import Segment
+from .store.shelf import Match, Recipe, Sequence
+
+EXACT, CARRIED, SHIFTED, REPAIRED, NEW = (KINDS.index(kind) for kind in ("exact", "carried", "shifted", "repaired", "new"))
+
+
+@dataclass(eq=False)
+class PlannedRow:
+    """
+    A prompt of the caller's and what serves it. Positions count from its first token, columns from the batch's.
+
+    Args:
+        ids (`np.ndarray` of int64, `[tokens]`): Its tokens.
+        pad (`int`): Columns of left padding before them.
+        plan (`Plan`): What is served.
+        prefix (`Prefix`, *optional*): The stored sequence at its front.
+    """
+
+    ids: np.ndarray
+    pad: int
+    plan: Plan
+    prefix: Prefix | None
+    kinds: np.ndarray = field(init=False)
+    served: Recipe = field(init=False)
+    run_start: np.ndarray = field(init=False)
+    seams: np.ndarray = field(init=False)
+    hops: int = field(init=False, default=0)
+
+    def __post_init__(self):
+        tokens = len(self.ids)
+        self.kinds = np.full(tokens, NEW, dtype=np.int8)
+        self.run_start = np.zeros(tokens, dtype=np.int64)
+        self.seams = np.zeros(tokens, dtype=bool)
+        self.served = Recipe([], np.full(tokens, -1, dtype=np.int32), *np.zeros((2, tokens), dtype=np.int64))
+
+    @classmethod
+    def make(cls, ids, pad, match: Match, find_runs, keep_last: int, config) -> "PlannedRow":
+        """Plan one prompt. `find_runs(first)` looks up the stored runs from position `first` on."""
+        prefix = _choose_prefix(match, config.fidelity)
+        start = prefix.length if prefix else 0
+        approximate = config.fidelity != "exact" and start < len(ids) - config.tail_tokens
+        plan = plan_prompt(
+            len(ids),
+            prefix,
+            find_runs(start) if approximate else [],
+            tail_tokens=config.tail_tokens,
+            keep_last=keep_last,
+            min_match=config.min_match_tokens,
+            seam_tokens=config.seam_tokens,
+            fidelity=config.fidelity,
+        )
+        row = cls(ids, pad, plan, prefix)
+        row._take_prefix()
+        row._take_runs(config.seam_tokens)
+        return row
+
+    @property
+    def prefix_sequence(self) -> Sequence | None:
+        """The stored sequence that the front is served from, if any of it is."""
+        return self.prefix.sequence if self.prefix is not None and self.prefix_length else None
+
+    @property
+    def prefix_length(self) -> int:
+        """Positions served from a stored sequence's front."""
+        return int(np.count_nonzero((self.kinds == EXACT) | (self.kinds == CARRIED)))
+
+    @property
+    def computed(self) -> np.ndarray:
+        """Positions that must be computed: bool `[tokens]`."""
+        return self.kinds == NEW
+
+    @property
+    def exact(self) -> int:
+        """
+        Leading positions whose rows are exact when the call ends: all before the first row that stays approximate. New
+        and repaired rows there were last run when everything to their left was final.
+        """
+        approximate = np.flatnonzero((self.kinds == CARRIED) | (self.kinds == SHIFTED))
+        return int(approximate[0]) if len(approximate) else len(self.ids)
+
+    def repair_request(self, fraction: float, attention: np.ndarray | None) -> RepairRequest:
+        """What a repair policy needs to know of this row."""
+        shifted = self.kinds == SHIFTED
+        rows = repair_budget(int(shifted.sum()), fraction)
+        return RepairRequest(shifted, self.seams, self.run_start, rows, attention)
+
+    def mark_recomputed(self, columns: np.ndarray) -> None:
+        """These columns were served and then recomputed."""
+        positions = columns - self.pad
+        positions = positions[(positions >= 0) & (positions < len(self.ids))]
+        served = positions[self.kinds[positions] != NEW]
+        self.kinds[served] = REPAIRED
+
+    def recipe(self) -> Recipe:
+        """Source of each row when the prompt is done; -1 where it was computed in this call."""
+        which = np.where((self.kinds == NEW) | (self.kinds == REPAIRED), -1, self.served.which)
+        return Recipe(self.served.segments, which.astype(np.int32), self.served.offset, self.served.shift)
+
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of the report."""
+        origin = np.where(self.kinds == NEW, -1, self.served.which)
+        shift = np.where(self.kinds == NEW, 0, self.served.shift)
+        cuts = np.flatnonzero((np.diff(self.kinds) != 0) | (np.diff(shift) != 0) | (np.diff(origin) != 0)) + 1
+        borders = [0, *cuts.tolist(), len(self.ids)]
+        spans = []
+        for start, stop in zip(borders, borders[1:], strict=False):
+            segment = self.served.segments[origin[start]].segment_id if origin[start] >= 0 else None
+            spans.append(Span(start, stop, KINDS[self.kinds[start]], int(shift[start]), segment))
+        return tuple(spans)
+
+    def segments(self) -> list[Segment]:
+        """Stored segments that the row refers to."""
+        return self.served.segments
+
+    def _take_prefix(self) -> None:
+        spans = [span for span in self.plan.spans if span.kind in ("exact", "carried")]
+        if not spans:
+            return
+        length, sequence = spans[-1].stop, self.prefix.sequence
+        self.served.segments.extend(sequence.recipe.segments)
+        for name in ("which", "offset", "shift"):
+            getattr(self.served, name)[:length] = getattr(sequence.recipe, name)[:length]
+        for span in spans:
+            self.kinds[span.start : span.stop] = KINDS.index(span.kind)
+        if spans[-1].kind == "carried":
+            self.hops = sequence.hops
+
+    def _take_runs(self, seam_tokens: int) -> None:
+        numbers = {segment: number for number, segment in enumerate(self.served.segments)}
+        run_start = 0
+        for span in self.plan.shifted:
+            segment, where = span.run.segment, slice(span.start, span.stop)
+            if segment not in numbers:
+                numbers[segment] = len(numbers)
+                self.served.segments.append(segment)
+            self.kinds[where] = SHIFTED
+            self.served.which[where] = numbers[segment]
+            self.served.offset[where] = np.arange(span.offset, span.offset + len(span))
+            self.served.shift[where] = span.shift
+            if span.seam:
+                run_start = span.start
+                self.seams[span.start : min(span.start + seam_tokens, span.stop)] = True
+            self.run_start[where] = run_start
+            self.hops = max(self.hops, span.hops + 1)
+
+
+def _choose_prefix(match: Match, fidelity: str) -> Prefix | None:
+    """The longest exact or carried prefix."""
+    if fidelity != "exact" and match.carried > match.exact:
+        sequence = match.carried_sequence
+        return Prefix(min(sequence.exact, match.carried), match.carried, 0, sequence)
+    if match.exact:
+        return Prefix(match.exact, match.exact, 0, match.exact_sequence)
+    return None

@@ -1,0 +1,73 @@
+"""Precomputing texts before anybody asks for them."""
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+SINK_TOKENS = 16
+PLACES = ("anywhere", "front")
+
+
+def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str) -> int:
+    """See `SuffixCache.register`."""
+    if at not in PLACES:
+        raise ValueError(f"`at` must be one of {PLACES}, got {at!r}.")
+    texts = [_encode(text, tokenizer, at) for text in _as_list(texts_or_ids)]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for ids in texts:
+        if len(ids) == 0:
+            raise ValueError("an empty text can't be registered.")
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}.")
+    sink = _sink_prefix(tokenizer, vocabulary) if at == "anywhere" else []
+    device = model.get_input_embeddings().weight.device
+    exact = handle.using(fidelity="exact")
+    for ids in tqdm(texts, desc="registering", disable=len(texts) < 2):
+        # one token is generated and dropped: prefill is all that is wanted, and it is an ordinary exact call
+        inputs = torch.tensor([sink + ids], device=device)
+        mask = torch.ones_like(inputs)
+        model.generate(inputs, attention_mask=mask, cache=exact, max_new_tokens=1, do_sample=False, num_beams=1)
+    return sum(len(ids) for ids in texts)
+
+
+def _as_list(texts_or_ids) -> list:
+    """One text or a list of texts, each a string or a sequence of ids."""
+    if isinstance(texts_or_ids, str):
+        return [texts_or_ids]
+    if isinstance(texts_or_ids, (torch.Tensor, np.ndarray)):
+        return list(texts_or_ids) if texts_or_ids.ndim == 2 else [texts_or_ids]
+    texts = list(texts_or_ids)
+    if texts and all(isinstance(item, (int, np.integer)) for item in texts):
+        return [texts]
+    return texts
+
+
+def _encode(text, tokenizer, at: str) -> list[int]:
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError("strings need a `tokenizer`; or pass lists of token ids.")
+        return list(tokenizer(text, add_special_tokens=at == "front")["input_ids"])
+    if isinstance(text, (torch.Tensor, np.ndarray)):
+        text = text.tolist()
+    if not isinstance(text, (list, tuple)) or not all(isinstance(item, (int, np.integer)) for item in text):
+        raise TypeError(f"a text is a string or a sequence of token ids, got {type(text).__name__}.")
+    return [int(item) for item in text]
+
+
+def _sink_prefix(tokenizer, vocabulary: int) -> list[int]:
+    """
+    What a text is run behind when it is precomputed alone: its first token would become an attention sink otherwise.
+    BOS and the chat template's empty system turn, else fixed tokens.
+    """
+    prefix = []
+    if tokenizer is not None:
+        if tokenizer.bos_token_id is not None:
+            prefix.append(tokenizer.bos_token_id)
+        if getattr(tokenizer, "chat_template", None):
+            turn = tokenizer.apply_chat_template([{"role": "system", "content": ""}], tokenize=False)
+            encoded = tokenizer(turn, add_special_tokens=False)["input_ids"]
+            prefix += encoded[1:] if encoded[:1] == prefix else encoded
+    if len(prefix) < 2:
+        prefix += [(7919 * (number + 1)) % vocabulary for number in range(SINK_TOKENS - len(prefix))]
+    return prefix

@@ -1,0 +1,54 @@
+"""What the store keeps: segments (runs of computed rows) and sequences (a conversation as a recipe over segments)."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+EXACT = "exact"
+DERIVED = "derived"
+
+MAX_HOPS = 3  # a row behind three generations of moved rows is not moved again (DESIGN.md, table of row states)
+
+_segment_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class Segment:
+    """
+    Rows computed in one request, in order, all in one state.
+
+    Args:
+        ids (`np.ndarray` of int64, `[rows]`): Token of each row.
+        positions (`np.ndarray` of int64, `[rows]`): Position each row was computed at, ascending. Gaps are rows that
+            were served from elsewhere in that request.
+        context (`np.ndarray` of int64): All tokens of the request up to the last row at least:
+            `context[positions] == ids`, and `context[:positions[i]]` is what row `i` has seen (its provenance).
+        addresses (`np.ndarray` of int64, `[rows]`): Where the rows lie in the block pool.
+        state (`str`): `"exact"` or `"derived"`.
+        hops (`int`): Generations of moved rows between these rows and exact ones; 0 for exact rows.
+    """
+
+    ids: np.ndarray
+    positions: np.ndarray
+    context: np.ndarray
+    addresses: np.ndarray
+    state: str = EXACT
+    hops: int = 0
+    segment_id: int = field(default_factory=lambda: next(_segment_ids))
+    references: int = 0
+    last_used: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def movable(self) -> bool:
+        """Whether these rows may be served from another position or behind another left context."""
+        return self.hops <= MAX_HOPS
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """Half-open row ranges within which positions have no gap."""
+        cuts = np.flatnonzero(np.diff(self.positions) != 1) + 1
+        borders = [0, *cuts.tolist(), len(self.positions)]
+        return [(start, stop) for start, stop in zip(borders, borders[1:], strict=False) if stop > start]

@@ -1,0 +1,159 @@
+"""One shelf per identity and scope: the segments and sequences that may meet, and the two indices that find them."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .index import PrefixIndex, Run, WindowIndex
+from .pool import BlockPool, Extent
+from .segments import Segment
+
+
+@dataclass(eq=False)
+class Recipe:
+    """
+    Where each row of a sequence comes from: row `i` is row `offset[i]` of `segments[which[i]]`, key turned by `shift[i]`.
+    """
+
+    segments: list[Segment]
+    which: np.ndarray
+    offset: np.ndarray
+    shift: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    @classmethod
+    def empty(cls) -> "Recipe":
+        """A recipe of no rows."""
+        none = np.empty(0, dtype=np.int64)
+        return cls([], none.astype(np.int32), none, none)
+
+    def head(self, length: int) -> "Recipe":
+        """The first `length` rows, with only the segments that they need."""
+        used, which = np.unique(self.which[:length], return_inverse=True)
+        segments = [self.segments[number] for number in used.tolist()]
+        return Recipe(segments, which.astype(np.int32), self.offset[:length], self.shift[:length])
+
+    def addresses_of(self, rows: np.ndarray) -> np.ndarray:
+        """Address of the source of each of these rows."""
+        starts = np.cumsum([0, *(len(segment) for segment in self.segments)])
+        addresses = np.concatenate([segment.addresses for segment in self.segments])
+        return addresses[starts[self.which[rows]] + self.offset[rows]]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """
+    A conversation: tokens and the recipe of their rows; the newest ones also keep their extent as it is.
+
+    Args:
+        ids (`np.ndarray` of int64, `[rows]`): Its tokens.
+        recipe (`Recipe`): Source of each row.
+        exact (`int`): Leading rows that are exact.
+        prompt_length (`int`): Rows of the prompt it was born from; the rest was generated.
+        hops (`int`): Generations of moved rows that rows computed behind it are away from exact ones (0: exact).
+        extent (`Extent`, *optional*): Its rows as they lay when its call ended.
+    """
+
+    ids: np.ndarray
+    recipe: Recipe
+    exact: int
+    prompt_length: int
+    hops: int = 0
+    extent: Extent | None = None
+    last_used: float = 0.0
+    busy: bool = False
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest stored prefixes of a prompt: by exact rows alone, and by a whole conversation's rows."""
+
+    exact: int
+    exact_sequence: Sequence | None
+    carried: int
+    carried_sequence: Sequence | None
+
+
+class Shelf:
+    """Segments and sequences of one identity and scope."""
+
+    def __init__(self, pool: BlockPool):
+        self.pool = pool
+        self.windows = WindowIndex()
+        self.exact_prefixes = PrefixIndex()
+        self.conversations = PrefixIndex()
+        self.sequences: dict[Sequence, None] = {}
+        self.segments: dict[Segment, None] = {}
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def match(self, ids: np.ndarray) -> Match:
+        """Longest exact prefix, and the longest prefix that goes on from a stored conversation's whole prompt."""
+        exact = next(iter(self.exact_prefixes.longest(ids)), (None, 0))
+        carried = (None, 0)
+        for sequence, length in self.conversations.longest(ids):
+            # an approximate prefix belongs to its own conversation: a prompt that leaves it before the end of its
+            # question asks something else of the same rows, and gets them moved and repaired for itself
+            if length >= sequence.prompt_length and length > carried[1]:
+                carried = (sequence, length)
+        return Match(exact[1], exact[0], carried[1], carried[0])
+
+    def runs(self, ids: np.ndarray, first: int, min_match: int) -> list[Run]:
+        """Stored runs that may be moved into the prompt, from position `first` on."""
+        return self.windows.find_runs(ids, first=first, min_match=min_match)
+
+    # -- keeping ------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Index a sequence and those of its segments that are new. Its extent and segments must hold their blocks."""
+        self.sequences[sequence] = None
+        for segment in sequence.recipe.segments:
+            segment.references += 1
+            if segment not in self.segments:
+                self.segments[segment] = None
+                if segment.movable:
+                    self.windows.add(segment)
+        if sequence.exact:
+            self.exact_prefixes.add(sequence.ids[: sequence.exact], sequence)
+        if sequence.exact < len(sequence.ids):
+            self.conversations.add(sequence.ids, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, its extent, and every segment that nothing refers to any more."""
+        if sequence not in self.sequences:
+            return
+        del self.sequences[sequence]
+        if sequence.exact:
+            self.exact_prefixes.remove(sequence.ids[: sequence.exact], sequence)
+        if sequence.exact < len(sequence.ids):
+            self.conversations.remove(sequence.ids, sequence)
+        self.drop_extent(sequence)
+        self.unpin(sequence.recipe.segments)
+
+    def drop_extent(self, sequence: Sequence) -> None:
+        """Give a sequence's extent back; its rows stay reachable by its recipe."""
+        if sequence.extent is not None:
+            self.pool.release(sequence.extent)
+            sequence.extent = None
+
+    def pin(self, segments: list[Segment]) -> None:
+        """Keep segments alive while a view refers to them."""
+        for segment in segments:
+            segment.references += 1
+
+    def unpin(self, segments: list[Segment]) -> None:
+        """Undo `pin`; what nothing refers to leaves index and pool."""
+        for segment in segments:
+            segment.references -= 1
+            assert segment.references >= 0, "a segment was unpinned more often than it was pinned"
+            if segment.references == 0:
+                if segment in self.segments:
+                    del self.segments[segment]
+                    self.windows.remove(segment)
+                self.pool.release_rows(segment.addresses)
+
+    def newest_use(self, sequence: Sequence) -> float:
+        """When a sequence or one of its own rows was last used."""
+        return max([sequence.last_used, *(segment.last_used for segment in sequence.recipe.segments)])

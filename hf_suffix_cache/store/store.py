@@ -1,0 +1,326 @@
+"""Everything that outlives a call: pools, shelves, and the order in which sequences are given up."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from ..config import PoolExhausted, SuffixCacheConfig
+from ..rope import RotarySpec
+from .compaction import CompactionResult, compact_pool
+from .pool import BlockPool, Budget, Extent, LayerShape
+from .segments import DERIVED, EXACT, Segment
+from .shelf import Recipe, Sequence, Shelf
+
+PACK_WASTE = 1.25  # blocks that a segment holds over those that it fills, from which its rows are packed
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """
+    What a finished call knows of one of its rows, before it is stored.
+
+    Args:
+        ids (`np.ndarray` of int64, `[rows]`): Tokens.
+        prompt_length (`int`): Rows of the prompt.
+        served (`Recipe`): Source of each row; `which` is -1 where the row was computed in this call.
+        exact (`int`): Leading rows that are exact.
+        hops (`int`): Hops of the rows computed behind approximate ones.
+        extent (`Extent`), row (`int`), pad (`int`): The rows lie at columns [pad, pad + rows) of batch row `row`.
+    """
+
+    ids: np.ndarray
+    prompt_length: int
+    served: Recipe
+    exact: int
+    hops: int
+    extent: Extent
+    row: int
+    pad: int
+
+
+class Store:
+    """
+    Pools, shelves, sequences. Every method takes the lock; what a view holds is referenced and can't be evicted.
+
+    Args:
+        config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations` are read.
+        clock (callable): Seconds, for the order of use.
+        poison (`bool`): Debug mode of the pools.
+    """
+
+    def __init__(self, config: SuffixCacheConfig, clock: Callable[[], float] = time.monotonic, poison: bool = False):
+        self.lock = threading.RLock()
+        self.config = config
+        self.clock = clock
+        self.poison = poison
+        self.budget = Budget(config.max_bytes)
+        self.pools: dict[tuple[LayerShape, ...], BlockPool] = {}
+        self.shelves: dict[tuple, Shelf] = {}
+        self.evictions = 0
+        self._orphans: deque[tuple[BlockPool, Extent]] = deque()
+
+    # -- what views ask for -------------------------------------------------------------------------------------
+
+    def shelf(self, identity, scope: tuple, shapes: tuple[LayerShape, ...]) -> Shelf:
+        """The shelf of an identity and scope; made at first use."""
+        with self.lock:
+            shelf = self.shelves.get((identity, scope))
+            if shelf is None:
+                shelf = self.shelves[identity, scope] = Shelf(self._pool(shapes))
+            return shelf
+
+    def allocate(self, shelf: Shelf, rows: int, batch: int = 1) -> Extent:
+        """An extent from the pool, for which old sequences are given up; outside the pool if even that is not enough."""
+        with self.lock:
+            self._release_orphans()
+            while True:
+                try:
+                    return shelf.pool.allocate(rows, batch)
+                except PoolExhausted:
+                    if not self._make_room(shelf.pool):
+                        return shelf.pool.allocate_private(rows, batch)
+
+    def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
+        """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
+        with self.lock:
+            if sequence.busy or sequence.extent is None or sequence not in shelf.sequences:
+                return None
+            extent = shelf.pool.grow_in_place(sequence.extent, rows)
+            sequence.busy = extent is not None
+            return extent
+
+    def release(self, shelf: Shelf, extent: Extent) -> None:
+        """Take a view's reference from its extent."""
+        with self.lock:
+            shelf.pool.release(extent)
+
+    def release_later(self, shelf: Shelf, lease: list[Extent | None]) -> None:
+        """The same from a finalizer, which must not touch the store while another frame of the thread works on it."""
+        if lease[0] is not None:
+            self._orphans.append((shelf.pool, lease[0]))
+
+    def commit(
+        self, shelf: Shelf, draft: Draft, frequencies: dict[RotarySpec, torch.Tensor], handed_out: bool
+    ) -> Sequence | None:
+        """
+        Store one row of a finished call. Rows that are stored already in the same state are referred to, not kept twice.
+        If the view was handed to the caller (`handed_out`), the store keeps copies, never memory that he may write to.
+        """
+        with self.lock:
+            if shelf not in self.shelves.values() or not draft.extent.pooled or len(draft.ids) == 0:
+                return None
+            self._release_orphans()
+            keep = None if handed_out or draft.pad else draft.extent.part(draft.row, len(draft.ids))
+            known = self._contained(shelf, draft)
+            if known is not None:
+                self._touch(known)
+                if keep is not None and known.extent is None and len(known.ids) == len(draft.ids):
+                    shelf.pool.retain(keep)
+                    known.extent = keep
+                self._demote_old()
+                return known
+            sequence = self._build(shelf, draft, handed_out, frequencies)
+            if keep is not None:
+                shelf.pool.retain(keep)
+                sequence.extent = keep
+            shelf.add(sequence)
+            self._touch(sequence)
+            self._drop_subsumed(shelf, sequence)
+            self._demote_old()
+            return sequence
+
+    # -- managing -----------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget everything. Running calls keep their views, and store nothing when they end."""
+        with self.lock:
+            self._release_orphans()
+            for key in list(self.shelves):
+                self._drop_shelf(key)
+            for pool in self.pools.values():
+                pool.trim()
+
+    def forget(self, identity) -> None:
+        """Forget all rows of an identity: its weights have changed or are gone."""
+        with self.lock:
+            for key in [key for key in self.shelves if key[0] is identity]:
+                self._drop_shelf(key)
+
+    def forget_lost(self, lost: Callable) -> None:
+        """Forget identities of which `lost(identity)` says that their model is gone."""
+        with self.lock:
+            for identity in {key[0] for key in self.shelves if lost(key[0])}:
+                self.forget(identity)
+
+    def compact(self) -> CompactionResult:
+        """Defragment every pool; returns bytes moved and blocks freed."""
+        with self.lock:
+            self._release_orphans()
+            total = CompactionResult(0, 0)
+            for pool in self.pools.values():
+                shelves = [shelf for shelf in self.shelves.values() if shelf.pool is pool]
+                total += compact_pool(pool, shelves)
+                pool.trim()
+            return total
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of used blocks, views included."""
+        with self.lock:
+            self._release_orphans()
+            return sum(pool.bytes_used for pool in self.pools.values())
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes of all slabs."""
+        with self.lock:
+            return sum(pool.bytes_total for pool in self.pools.values())
+
+    @property
+    def num_segments(self) -> int:
+        """Stored segments."""
+        with self.lock:
+            self._release_orphans()
+            return sum(len(shelf.segments) for shelf in self.shelves.values())
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _pool(self, shapes: tuple[LayerShape, ...]) -> BlockPool:
+        if self.budget.max_bytes is None:
+            self.budget.max_bytes = free_bytes(shapes[0].device) // 4
+        if shapes not in self.pools:
+            self.pools[shapes] = BlockPool(shapes, self.config.block_size, self.budget, self.poison)
+        return self.pools[shapes]
+
+    def _drop_shelf(self, key: tuple) -> None:
+        shelf = self.shelves.pop(key)
+        for sequence in list(shelf.sequences):
+            shelf.remove(sequence)
+
+    def _release_orphans(self) -> None:
+        while self._orphans:
+            pool, extent = self._orphans.popleft()
+            pool.release(extent)
+
+    def _make_room(self, wanting: BlockPool) -> bool:
+        """Give up the least recently used sequence, or another pool's empty slabs; False if there is nothing to give."""
+        if any(pool.trim() for pool in self.pools.values() if pool is not wanting):
+            return True
+        idle = [
+            (shelf.newest_use(sequence), shelf, sequence)
+            for shelf in self.shelves.values()
+            for sequence in shelf.sequences
+            if not sequence.busy
+        ]
+        if not idle:
+            return wanting.trim() > 0
+        _, shelf, sequence = min(idle, key=lambda entry: entry[0])
+        shelf.remove(sequence)
+        self.evictions += 1
+        return True
+
+    def _touch(self, sequence: Sequence) -> None:
+        sequence.last_used = self.clock()
+        sequence.busy = False
+
+    def _contained(self, shelf: Shelf, draft: Draft) -> Sequence | None:
+        """A stored sequence that starts with all of the draft's tokens and is at least as exact."""
+        index = shelf.exact_prefixes if draft.exact == len(draft.ids) else shelf.conversations
+        for sequence, length in index.longest(draft.ids):
+            if length >= len(draft.ids) and sequence.exact >= draft.exact:
+                return sequence
+        return None
+
+    def _drop_subsumed(self, shelf: Shelf, sequence: Sequence) -> None:
+        """Forget the sequences that the new one continues: their segments live on in its recipe."""
+        found = shelf.exact_prefixes.longest(sequence.ids) + shelf.conversations.longest(sequence.ids)
+        for old, _ in found:
+            inside = old is not sequence and len(old.ids) <= len(sequence.ids) and old.exact <= sequence.exact
+            if inside and not old.busy and np.array_equal(old.ids, sequence.ids[: len(old.ids)]):
+                shelf.remove(old)
+
+    def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies) -> Sequence:
+        """The draft as a sequence: stored exact rows first, then served rows, its own rows in new segments."""
+        stored, shared = next(iter(shelf.exact_prefixes.longest(draft.ids[: draft.exact])), (None, 0))
+        rows = np.arange(len(draft.ids))
+        own = (draft.served.which < 0) & (rows >= shared)
+        recipe = _join(stored.recipe.head(shared) if shared else Recipe.empty(), draft.served, shared)
+        for state in (EXACT, DERIVED):
+            positions = np.flatnonzero(own & ((rows < draft.exact) == (state == EXACT)))
+            if len(positions) == 0:
+                continue
+            segment = Segment(
+                ids=draft.ids[positions],
+                positions=positions,
+                context=draft.ids,
+                addresses=draft.extent.addresses(draft.row, draft.pad + positions),
+                state=state,
+                hops=0 if state == EXACT else draft.hops,
+                last_used=self.clock(),
+            )
+            shelf.pool.retain_rows(segment.addresses)
+            if copy:
+                self._pack(shelf.pool, segment, frequencies)
+            recipe.which[positions] = len(recipe.segments)
+            recipe.offset[positions] = np.arange(len(positions))
+            recipe.segments.append(segment)
+        return Sequence(draft.ids, recipe, draft.exact, draft.prompt_length, draft.hops)
+
+    def _demote_old(self) -> None:
+        """Keep the extents of the newest `keep_conversations` sequences; pack the rows of the others."""
+        kept = [
+            (sequence.last_used, shelf, sequence)
+            for shelf in self.shelves.values()
+            for sequence in shelf.sequences
+            if sequence.extent is not None and not sequence.busy
+        ]
+        kept.sort(key=lambda entry: -entry[0])
+        for _, shelf, sequence in kept[self.config.keep_conversations :]:
+            shelf.drop_extent(sequence)
+            for segment in sequence.recipe.segments:
+                blocks = len(np.unique(segment.addresses // self.config.block_size))
+                if blocks * self.config.block_size > PACK_WASTE * len(segment) + self.config.block_size:
+                    self._pack(shelf.pool, segment, {})
+
+    def _pack(self, pool: BlockPool, segment: Segment, frequencies) -> None:
+        """Copy a segment's rows into blocks of their own. Without room for that they stay where they are."""
+        try:
+            extent = pool.allocate(len(segment))
+        except PoolExhausted:
+            return
+        columns = np.arange(len(segment))
+        pool.copy_rows(segment.addresses, extent, 0, columns, np.zeros_like(columns), frequencies)
+        pool.release_rows(segment.addresses)
+        segment.addresses = extent.addresses(0, columns)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available
+
+
+def _join(head: Recipe, served: Recipe, start: int) -> Recipe:
+    """The rows of `head`, then those of `served` from `start` on, as one recipe with each segment once."""
+    numbers: dict[Segment, int] = {}
+    for segment in (*head.segments, *served.segments):
+        numbers.setdefault(segment, len(numbers))
+    which = served.which.copy()
+    offset, shift = served.offset.copy(), served.shift.copy()
+    for recipe, rows in ((head, slice(0, start)), (served, slice(start, None))):
+        if recipe.segments:
+            renumber = np.array([numbers[segment] for segment in recipe.segments] + [-1], dtype=np.int32)
+            which[rows] = renumber[recipe.which[: start] if recipe is head else recipe.which[rows]]
+    offset[:start], shift[:start] = head.offset, head.shift
+    used = np.unique(which[which >= 0])
+    segments = list(numbers)
+    compacted = np.full(len(segments) + 1, -1, dtype=np.int32)
+    compacted[used] = np.arange(len(used))
+    return Recipe([segments[number] for number in used.tolist()], compacted[which], offset, shift)

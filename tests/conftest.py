@@ -1,0 +1,49 @@
+"""Seeds, one thread, and what every test must leave as it was: models, transformers' generate, the warnings."""
+
+import functools
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hf_suffix_cache.store.store import Store
+from transformers.generation.utils import GenerationMixin
+
+from tiny_models import fingerprint, forget, living_models
+
+ORIGINAL_GENERATE = GenerationMixin.generate  # importing the package must not change it
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+
+def pytest_configure(config):
+    # A call that transformers deprecates is a call that a newer transformers breaks.
+    config.addinivalue_line("filterwarnings", "error::FutureWarning")
+    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:hf_suffix_cache")
+
+
+@pytest.fixture(autouse=True)
+def small_and_poisoned_pools(monkeypatch):
+    """Every cache of the suite fills freed memory with NaN, and takes memory in equally small slabs everywhere."""
+    monkeypatch.setattr("hf_suffix_cache.store.store.free_bytes", lambda device: 256 << 20)
+    monkeypatch.setattr("hf_suffix_cache.cache.Store", functools.partial(Store, poison=True))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Seeds before; afterwards no hook, attribute or setting may be left on a model, and one wrapper at most."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    changed = []
+    for model in living_models():
+        now = fingerprint(model)
+        changed += [(type(model).__name__, key) for key, value in model.baseline.items() if now[key] != value]
+        if now != model.baseline:
+            forget(model)  # else one fault fails every later test too
+    assert not changed, f"left changed on models: {changed}"
+    generate = GenerationMixin.generate
+    assert generate is ORIGINAL_GENERATE or generate.__wrapped__ is ORIGINAL_GENERATE, "generate is wrapped twice"

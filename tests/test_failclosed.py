@@ -1,0 +1,363 @@
+"""O9: what is not understood gets vanilla behaviour and a reason; what breaks off leaves nothing."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from hf_suffix_cache import SuffixCache, UnsupportedModelError
+from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from reference import (
+    Recorder,
+    ask,
+    check_pool,
+    check_report,
+    forgets_everything,
+    max_difference,
+    same_answer,
+    same_as_vanilla,
+)
+from tiny_models import UNSUPPORTED, make_model, new_text, old_text
+
+PROMPT = old_text(48, 1)
+STEPS = dict(max_new_tokens=5, do_sample=False)
+
+
+def refused(cache, reused: int = 0) -> str:
+    """The reason of the last report, which must name one and report no reuse."""
+    report = cache.last_report
+    check_report(report)
+    assert report.exact_tokens + report.carried_tokens + report.shifted_tokens + report.repaired_tokens == reused
+    assert isinstance(report.reason, str) and report.reason
+    return report.reason
+
+
+# -- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_embeds_are_refused():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    segments = cache.stats.segments
+    embeds = model.get_input_embeddings()(torch.tensor([PROMPT])).detach()
+    want = model.generate(inputs_embeds=embeds, **STEPS)
+    for _ in range(4):
+        assert model.generate(inputs_embeds=embeds, cache=cache, **STEPS).tolist() == want.tolist()
+        assert "inputs_embeds" in refused(cache)
+    assert cache.stats.segments == segments
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1  # control
+
+
+def test_inputs_embeds_beside_ids_are_refused():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    other = model.get_input_embeddings()(torch.tensor([new_text(48, 1)])).detach()
+    ids = torch.tensor([PROMPT])
+    want = model.generate(ids, inputs_embeds=other, **STEPS)
+    for _ in range(4):
+        assert model.generate(ids, inputs_embeds=other, cache=cache, **STEPS).tolist() == want.tolist()
+        refused(cache)
+    same_as_vanilla(model, PROMPT, cache)
+
+
+def four_dimensional(length: int) -> torch.Tensor:
+    """A mask that is not causal: the first ten tokens are hidden from all later ones."""
+    mask = torch.tril(torch.ones(length, length, dtype=torch.bool))
+    mask[10:, :10] = False
+    return mask[None, None]
+
+
+def test_four_dimensional_masks_are_refused_under_attach():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ids = torch.tensor([PROMPT])
+    mask = four_dimensional(len(PROMPT))
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+        causal = model(ids).logits
+        assert (want - causal).abs().max() > 1e-2  # control
+        with cache.attach(model):
+            model(ids)
+            for _ in range(4):
+                assert (model(ids, attention_mask=mask).logits - want).abs().max() < 1e-4
+                assert (model(ids, attention_mask=mask, logits_to_keep=1).logits - want[:, -1:]).abs().max() < 1e-4
+                assert (model(ids, logits_to_keep=1).logits - causal[:, -1:]).abs().max() < 1e-4
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1
+    check_pool(cache)
+
+
+def test_four_dimensional_masks_in_generate_do_what_vanilla_does():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    for _ in range(4):
+        outcomes = []
+        for kwargs in ({}, {"cache": cache}):
+            try:
+                mask = four_dimensional(len(PROMPT))
+                got = model.generate(torch.tensor([PROMPT]), attention_mask=mask, **STEPS, **kwargs).tolist()
+            except Exception as error:
+                got = type(error)
+            outcomes.append(got)
+        assert outcomes[0] == outcomes[1]
+    same_as_vanilla(model, PROMPT, cache)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_position_ids_of_the_caller(start):
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    positions = torch.arange(start, start + len(PROMPT))[None]
+    options = {"position_ids": positions, "steps": 4}
+    for _ in range(4):
+        got = ask(model, PROMPT, cache, **options)
+        same_answer(got, ask(model, PROMPT, **options))
+        check_report(got.report)
+    same_as_vanilla(model, PROMPT, cache)
+
+
+def test_reordered_position_ids_are_refused():
+    model = make_model("llama")
+    cache = SuffixCache()
+    ask(model, PROMPT, cache)
+    positions = torch.arange(len(PROMPT))
+    positions[5:9] = positions[5:9].flip(0)
+    options = {"position_ids": positions[None], "steps": 4}
+    for _ in range(4):
+        same_answer(ask(model, PROMPT, cache, **options), ask(model, PROMPT, **options))
+        refused(cache)
+    same_as_vanilla(model, PROMPT, cache)
+
+
+@pytest.mark.parametrize("mask_length", [len(PROMPT) - 5, len(PROMPT) + 3])
+def test_mask_of_another_length_does_what_vanilla_does(mask_length):
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    mask = torch.ones(1, mask_length, dtype=torch.long)
+    mask[0, 0] = 0
+    for _ in range(2):
+        outcomes = []
+        for kwargs in ({}, {"cache": cache}):
+            try:
+                got = model.generate(torch.tensor([PROMPT]), attention_mask=mask, **STEPS, **kwargs).tolist()
+            except Exception as error:
+                got = type(error)
+            outcomes.append(got)
+        assert outcomes[0] == outcomes[1]
+    same_as_vanilla(model, PROMPT, cache)
+
+
+def test_training_mode_is_refused():
+    model = make_model("llama", attention_dropout=0.5)
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    model.train()
+    try:
+        want = ask(model, PROMPT, seed=3)
+        assert max_difference(want.scores, ask(model, PROMPT, seed=4).scores) > 1e-3  # control: dropout is on
+        for _ in range(4):
+            same_answer(ask(model, PROMPT, cache, seed=3), want)
+            assert "train" in refused(cache)
+    finally:
+        model.eval()
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1
+
+
+def test_encoder_decoder_models_are_refused():
+    model = make_model("t5")
+    cache = SuffixCache()
+    want = model.generate(torch.tensor([PROMPT]), **STEPS)
+    for _ in range(4):
+        assert model.generate(torch.tensor([PROMPT]), cache=cache, **STEPS).tolist() == want.tolist()
+        refused(cache)
+    assert cache.stats.segments == 0
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}])
+def test_models_that_are_not_understood_keep_every_mode(kind, options):
+    model = make_model(kind)
+    cache = SuffixCache()
+    for _ in range(2):
+        got = ask(model, [PROMPT, PROMPT[::-1]], cache, seed=1, **options)
+        same_answer(got, ask(model, [PROMPT, PROMPT[::-1]], seed=1, **options))
+        refused(cache)
+    assert check_pool(cache).bytes_used == 0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "mamba", "t5"])
+def test_register_on_a_model_that_cannot_raises(kind):
+    with pytest.raises(UnsupportedModelError):
+        SuffixCache().register(make_model(kind), [PROMPT])
+
+
+def test_output_attentions_and_hidden_states_are_those_of_vanilla():
+    model = make_model("llama", attention="eager")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    flags = dict(return_dict_in_generate=True, output_hidden_states=True, output_attentions=True)
+    want = ask(model, PROMPT, **flags)
+    for _ in range(4):
+        got = ask(model, PROMPT, cache, **flags)
+        same_answer(got, want)
+        if got.report.reason is None:  # then at least the shapes of decoding are those of vanilla
+            continue
+        for mine, theirs in zip(got.output.hidden_states, want.output.hidden_states, strict=True):
+            assert [part.shape for part in mine] == [part.shape for part in theirs]
+
+
+# -- what breaks off ------------------------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+class RaiseInProcessor(Recorder):
+    def __init__(self, error, step: int):
+        super().__init__()
+        self.error, self.step = error, step
+
+    def __call__(self, input_ids, scores):
+        super().__call__(input_ids, scores)
+        if len(self.ids) > self.step:
+            raise self.error
+        return scores
+
+
+class RaiseInCriteria(StoppingCriteria):
+    def __init__(self, error, step: int):
+        self.error, self.step, self.calls = error, step, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls > self.step:
+            raise self.error
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["processor", "criteria"])
+def test_exception_commits_nothing_and_leaves_nothing(where, error, step):
+    model = make_model("llama", spy=True)
+    cache = SuffixCache()
+    ask(model, new_text(9, 1) + PROMPT + new_text(33, 2), cache)
+    before = (check_pool(cache), cache.stats.requests)
+    ids = new_text(12, 3) + PROMPT + new_text(36, 4)
+    for _ in range(4):
+        kwargs = (
+            {"logits_processor": LogitsProcessorList([RaiseInProcessor(error, step)])}
+            if where == "processor"
+            else {"stopping_criteria": StoppingCriteriaList([RaiseInCriteria(error, step)])}
+        )
+        with pytest.raises(error):
+            model.generate(torch.tensor([ids]), cache=cache, max_new_tokens=6, **kwargs)
+        assert not model._forward_pre_hooks
+        after = check_pool(cache)
+        assert (after.bytes_used, after.segments) == (before[0].bytes_used, before[0].segments)
+    assert ask(model, ids, cache.using(fidelity="exact"), steps=1).report.exact_tokens == 0  # nothing was committed
+    same_as_vanilla(model, ids, cache.using(fidelity="exact"))
+    forgets_everything(cache)
+
+
+def test_exception_inside_a_forward_commits_nothing():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    used = check_pool(cache).bytes_used
+
+    def explode(module, args):
+        raise Boom
+
+    for layer in (0, 1, 2):
+        hook = model.model.layers[layer].mlp.register_forward_pre_hook(explode)
+        try:
+            with pytest.raises(Boom):
+                ask(model, PROMPT[:30] + new_text(20, 1), cache)
+        finally:
+            hook.remove()
+    assert check_pool(cache).bytes_used == used
+    assert same_as_vanilla(model, PROMPT[:30] + new_text(20, 1), cache).report.exact_tokens == 30
+    forgets_everything(cache)
+
+
+def test_exception_in_the_middle_of_a_chat_keeps_the_turn_before():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    tokens = ask(model, PROMPT, cache).tokens()
+    for number in range(4):
+        with pytest.raises(Boom):
+            ask(model, tokens + new_text(9, number), cache, processors=[RaiseInProcessor(Boom, 2)])
+        assert same_as_vanilla(model, tokens, cache, steps=1).report.exact_tokens == len(tokens) - 1
+    check_pool(cache)
+
+
+def test_wrong_arguments_raise_as_in_vanilla_and_leave_nothing():
+    model = make_model("llama")
+    cache = SuffixCache()
+    with pytest.raises(ValueError, match="not_an_argument"):
+        ask(model, PROMPT, cache, not_an_argument=3)
+    assert check_pool(cache).bytes_used == 0
+    same_as_vanilla(model, PROMPT, cache)
+
+
+def test_requests_after_clear_inside_a_request_stay_right():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+
+    class Disturb(Recorder):
+        def __call__(self, input_ids, scores):
+            super().__call__(input_ids, scores)
+            if len(self.ids) == 3:
+                cache.clear()
+                cache.compact()
+                ask(model, new_text(100, 1), cache, steps=1)
+            return scores
+
+    want = ask(model, PROMPT)
+    for _ in range(4):
+        same_answer(ask(model, PROMPT, cache, processors=[Disturb()]), want)
+    forgets_everything(cache)
+
+
+# -- copies, and the end of things ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_and_name_save(copier):
+    cache = SuffixCache()
+    for thing in (cache, cache.using(fidelity="exact")):
+        with pytest.raises(TypeError, match="save"):
+            copier(thing)
+
+
+def test_cache_does_not_keep_the_model_alive():
+    model = make_model("llama")
+    cache = SuffixCache()
+    ask(model, PROMPT, cache)
+    report, gone = cache.last_report, weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert report.prompt_tokens == len(PROMPT)
+    same_as_vanilla(make_model("llama", seed=1), PROMPT, cache)
+
+
+def test_model_does_not_keep_the_cache_alive():
+    model = make_model("llama")
+    cache = SuffixCache()
+    ask(model, PROMPT, cache)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+    ask(model, PROMPT)

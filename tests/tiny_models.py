@@ -1,0 +1,196 @@
+"""Tiny random models of many architectures, and texts for them: small and sharp enough to notice a wrong row.
+
+With the default `initializer_range` a random model hardly uses its context, so a wrong cache would pass. 0.3 makes the
+last logits depend on the whole prompt (`test_oracles.py` begins with that control).
+"""
+
+import weakref
+
+import numpy as np
+import torch
+import transformers
+
+VOCAB = 256
+FIRST_TEXT_ID = 4  # 0 is the pad, 1 and 2 stay free for BOS and EOS, 3 for a separator
+_SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    initializer_range=0.3,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+_LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+    rope_theta=10000.0,
+)
+_LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=10000.0)
+
+
+def _sized(config_class, **changes):
+    return lambda: config_class(**{**_SIZES, **changes})
+
+
+# The families that part 1 supports. `mistral` has a window of 16 tokens, shorter than every prompt of the suite.
+SUPPORTED = {
+    "llama": _sized(transformers.LlamaConfig),
+    "llama3_scaling": _sized(transformers.LlamaConfig, rope_parameters=_LLAMA3),
+    "linear_scaling": _sized(transformers.LlamaConfig, rope_parameters=_LINEAR),
+    "qwen2": _sized(transformers.Qwen2Config),
+    "qwen3": _sized(transformers.Qwen3Config, head_dim=16),
+    "mistral": _sized(transformers.MistralConfig, sliding_window=16),
+    "mistral_full": _sized(transformers.MistralConfig, sliding_window=None),
+}
+CORE = ("llama", "qwen2", "qwen3", "mistral")  # what DESIGN.md's oracles run on
+
+# Decoders whose keys are not plain full-width rotary ones: transformers' own behaviour and a reason.
+UNSUPPORTED = {
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+    "gpt_neox": _sized(
+        transformers.GPTNeoXConfig,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
+    ),
+    "cohere": _sized(transformers.CohereConfig),
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=3,
+        state_size=8,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    ),
+    "bert": _sized(transformers.BertConfig, is_decoder=True, max_position_embeddings=512),
+    "gemma3_text": _sized(
+        transformers.Gemma3TextConfig,
+        head_dim=16,
+        sliding_window=16,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+_ENCODER_DECODER = {
+    "t5": lambda: transformers.T5Config(
+        vocab_size=VOCAB,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=None,
+        dropout_rate=0.0,
+    ),
+}
+CONFIGS = {**SUPPORTED, **UNSUPPORTED, **_ENCODER_DECODER}
+
+_made: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+
+
+def make_model(kind: str = "llama", seed: int = 0, attention: str = "sdpa", spy: bool = False, **config_changes):
+    """
+    A fresh tiny model in fp32 and eval mode; the global random generator is left as it was.
+
+    Args:
+        kind (`str`): A key of `CONFIGS`.
+        seed (`int`): Seed of the weights; equal seeds give equal weights.
+        attention (`str`): `"sdpa"` or `"eager"`; ignored by models that know only one.
+        spy (`bool`): Give the model a `spy` (a `reference.LayerSpy`) on its first decoder layer, for its whole life,
+            because a hook that comes and goes would be another identity.
+    """
+    config = CONFIGS[kind]()
+    for name, value in config_changes.items():
+        setattr(config, name, value)
+    auto = transformers.AutoModelForSeq2SeqLM if kind in _ENCODER_DECODER else transformers.AutoModelForCausalLM
+    options = {} if kind == "mamba" else {"attn_implementation": attention}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = auto.from_config(config, **options).float().eval()
+    model.generation_config.eos_token_id = None
+    if spy:
+        from reference import LayerSpy
+
+        model.spy = LayerSpy(model)
+    model.baseline = fingerprint(model)
+    _made.add(model)
+    return model
+
+
+def living_models() -> list:
+    """The models of the factory that are still referenced somewhere."""
+    return list(_made)
+
+
+def fingerprint(model) -> dict:
+    """What a call must leave as it was: hooks of every module, instance attributes, configuration, mode."""
+    hooks = {}
+    for name, module in model.named_modules():
+        kinds = [key for key in vars(module) if key.endswith("_hooks") or key.endswith("_hooks_with_kwargs")]
+        hooks[name] = {kind: len(getattr(module, kind) or ()) for kind in kinds}
+    return {
+        "hooks": hooks,
+        "attributes": sorted(set(vars(model)) - {"baseline"}),
+        "forward": [name for name, module in model.named_modules() if "forward" in vars(module)],
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "config": model.config.to_dict(),
+        "generation_config": model.generation_config.to_dict(),
+        "training": model.training,
+    }
+
+
+def text(length: int, seed: int, low: int = FIRST_TEXT_ID, high: int = VOCAB) -> list[int]:
+    """`length` random token ids in `[low, high)`. Texts of disjoint ranges have no token in common."""
+    return np.random.default_rng(seed).integers(low, high, length).tolist()
+
+
+def old_text(length: int, seed: int) -> list[int]:
+    """Text of the lower half of the vocabulary: what earlier requests are made of."""
+    return text(length, seed, FIRST_TEXT_ID, 130)
+
+
+def new_text(length: int, seed: int) -> list[int]:
+    """Text of the upper half: never matches an `old_text`."""
+    return text(length, seed + 10_000, 130, VOCAB)
+
+
+# What the tests of moved text are made of: four stored texts, questions and heads that nothing stored agrees with.
+A, B, C, D = (old_text(length, 30 + length) for length in (40, 33, 52, 24))
+
+
+def question(number: int, length: int = 36) -> list[int]:
+    """New text for the end of a prompt, longer than the tail."""
+    return new_text(length, 500 + number)
+
+
+def head(number: int, length: int = 12) -> list[int]:
+    """A start that no other head shares: nothing behind it is an exact hit."""
+    return [250 - number] + new_text(length - 1, 700 + number)
+
+
+def forget(model) -> None:
+    """Take a model out of the list that is checked after every test."""
+    _made.discard(model)
