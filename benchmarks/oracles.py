@@ -26,7 +26,7 @@ from hf_suffix_cache import SuffixCache
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the slow oracles and tiny models of the tests
 
-from reference import ask, fresh_rows, kl, max_difference, served, served_rows  # noqa: E402
+from reference import ask, cache_name, fresh_rows, kl, max_difference, served, served_rows  # noqa: E402
 from tiny_models import CORE, UNSUPPORTED, make_model, new_text, old_text  # noqa: E402
 
 REPEATS = 4  # some faults show from the third run on
@@ -36,7 +36,10 @@ TAILS = [new_text(36, 20 + number) for number in range(4)]
 STORED = SYSTEM + A + B + C + TAILS[0]
 MOVED = HEAD + B + C + A + TAILS[1]
 REQUESTS = [STORED, SYSTEM + C + A + TAILS[2], MOVED, STORED[:57] + TAILS[3]]
-NO_REPAIR = {"repair_fraction": 0.0, "seam_tokens": 0}
+# For the controls: seams that also mistral's three windows of 16 reach from the last token. A row deep inside a moved
+# run is exact there, since all that it looks at moved with it.
+NEAR = HEAD + B + C + A[:20] + TAILS[1][:6]
+NEAR_OPTIONS = {"tail_tokens": 6, "repair_fraction": 0.0, "seam_tokens": 0}
 ROUNDS = 10
 
 
@@ -100,11 +103,13 @@ def o2_layer_0(kind: str, add: Add) -> None:
         fresh = fresh_rows(model, MOVED)[0]
         keys = max(keys, _largest(rows[0][0][:, : len(MOVED)] - fresh[0]))
         values = max(values, _largest(rows[0][1][:, : len(MOVED)] - fresh[1]))
-    add("O2", "max abs difference of layer-0 keys", keys, REPEATS, "target < 1e-5 of the largest key", unit="key")
+    largest = _largest(fresh[0])
+    note = "relative to the largest key; target < 1e-5"
+    add("O2", "max abs difference of layer-0 keys", keys / largest, REPEATS, note, unit="ratio")
     add("O2", "max abs difference of layer-0 values", values, REPEATS, "target 0 up to rounding", unit="value")
     elsewhere = fresh_rows(model, MOVED, offset=7)[0][0]
-    note = "keys of another position; must be above 1e-2"
-    add("O2", "control: max abs difference, not rotated", _largest(elsewhere - fresh[0]), 1, note, unit="key")
+    control, note = _largest(elsewhere - fresh[0]) / largest, "keys of another position; must be above 1e-2"
+    add("O2", "control: max abs difference, not rotated", control, 1, note, unit="ratio")
 
 
 def o3_everything_repaired(kind: str, add: Add) -> None:
@@ -162,42 +167,62 @@ def o6_history(kind: str, add: Add) -> None:
             got = ask(model, REQUESTS[number], cache, steps=3)
             largest = max(largest, max_difference(got.scores, want[number].scores))
     add("O6", "max abs logit difference over all orders", largest, len(orders), "target < 1e-4")
-    first, second = SuffixCache(), SuffixCache()
+    first, second = SuffixCache(**NEAR_OPTIONS), SuffixCache(**NEAR_OPTIONS)
     ask(model, STORED, first)
-    ask(model, SYSTEM + C + B + A + TAILS[0], second)
-    answers = [ask(model, MOVED, cache).scores[:1] for cache in (first, second)]
-    note = "two histories, balanced; must be above 1e-3"
+    ask(model, SYSTEM + B[:20] + A + TAILS[0], second)
+    answers = [ask(model, NEAR, cache).scores[:1] for cache in (first, second)]
+    note = "two histories, moved rows; must be above 1e-3"
     add("O6", "control: max abs logit difference", max_difference(*answers), 1, note)
 
 
 def o7_states(kind: str, conversations: int, add: Add) -> None:
-    """Divergence by round of conversations that moved text in their first round and got new text in each."""
-    model = make_model(kind)
-    table = np.array([_conversation(model, 1000 * number) for number in tqdm(range(conversations), desc=f"O7 {kind}")])
+    """
+    Divergence by round of conversations that moved text in their first round and got new text in each. Mistral's
+    windows forget the moved text after 45 tokens, so its rounds are shorter, and its later divergences are rounding.
+    """
+    model, size = make_model(kind), 14 if kind == "mistral" else 34
+    progress = tqdm(range(conversations), desc=f"O7 {kind}")
+    table = np.array([_conversation(model, 1000 * number, size) for number in progress])
     early, late = table[:, 1:4].mean(), table[:, 7:10].mean()
-    note = f"{early:.3g} and {late:.3g} nats; target <= 1.2"
-    add("O7", "divergence, rounds 8-10 over rounds 2-4", late / early, conversations, note, unit="ratio")
+    note = f"{early:.3g} and {late:.3g} nats; target <= 1.2; below 1e-9 nats both count as equal"
+    add(
+        "O7",
+        "divergence, rounds 8-10 over rounds 2-4",
+        max(late, 1e-9) / max(early, 1e-9),
+        conversations,
+        note,
+        "ratio",
+    )
     note = "must be above 1e-6: the conversations are approximate at all"
-    add("O7", "control: divergence in round 1", table[:, 0].mean(), conversations, note, unit="nats")
+    add("O7", "control: divergence in round 1", table[:, 0].mean(), conversations, note, "nats")
 
 
 def o9_inputs(kind: str, add: Add) -> None:
     """Inputs that the package does not understand: the stock answer, nothing stored, a reason."""
     model = make_model(kind)
     ids = torch.tensor([STORED])
-    causal = torch.ones(len(STORED), len(STORED), dtype=torch.bool).tril()[None, None]
-    odd = {
-        "inputs_embeds": {"inputs_embeds": model.get_input_embeddings()(ids).detach()},
-        "4D mask": {"input_ids": ids, "attention_mask": causal},
-    }
-    for name, inputs in odd.items():
+    options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    cases = {"inputs_embeds": {"inputs_embeds": model.get_input_embeddings()(ids).detach()}}
+    cases["training mode"] = {"input_ids": ids}  # the tiny models have no dropout, so the answer is the same
+    for name, inputs in cases.items():
         cache = SuffixCache()
-        options = {"max_new_tokens": 1, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-        got = model.generate(**inputs, **options, cache=cache).logits
-        largest = max_difference(got, model.generate(**inputs, **options).logits)
-        closed = cache.last_report.reason is not None and cache.stats.segments == 0
-        add("O9", f"max abs logit difference, {name}", largest, 1, "target < 1e-4")
-        add("O9", f"refused with a reason, {name}", closed, 1, "target 1", unit="share")
+        ask(model, STORED, cache)
+        segments = cache.stats.segments
+        model.train(name == "training mode")
+        got, want = (model.generate(**inputs, **options, **extra).logits for extra in ({"cache": cache}, {}))
+        model.eval()
+        report = cache.last_report
+        closed = report.reason is not None and cache.stats.segments == segments and report.exact_tokens == 0
+        add("O9", f"max abs logit difference, {name}", max_difference(got, want), 1, "target < 1e-4")
+        add("O9", f"refused with a reason, {name}", closed, 1, report.reason or "no reason", unit="share")
+    causal = torch.ones(len(STORED), len(STORED), dtype=torch.bool).tril()[None, None]
+    causal[..., :30] &= torch.eye(len(STORED), dtype=torch.bool)[:, :30]  # the first 30 tokens are seen by nobody else
+    with torch.no_grad():  # generate itself takes no such mask
+        want = model(ids, attention_mask=causal).logits
+        got = model(ids, attention_mask=causal, **{cache_name(model): SuffixCache()}).logits
+        plain = model(ids).logits
+    add("O9", "max abs logit difference, 4D mask", _largest(got - want), 1, "target < 1e-4")
+    add("O9", "control: what that mask changes", _largest(plain - want), 1, "must be above 1e-2")
     cache = SuffixCache()
     reports = [ask(model, STORED, cache).report for _ in range(2)]
     share = reports[-1].exact_tokens / len(STORED)
@@ -206,28 +231,33 @@ def o9_inputs(kind: str, add: Add) -> None:
 
 def _unrepaired(model) -> float:
     """What moved rows cost when nothing is repaired: the control of O1 and O3."""
-    cache = SuffixCache(**NO_REPAIR)
+    cache = SuffixCache(**NEAR_OPTIONS)
     ask(model, STORED, cache)
-    got = ask(model, MOVED, cache)
+    got = ask(model, NEAR, cache)
     if not served(got.report):
         raise RuntimeError(f"nothing was moved, so this control shows nothing: {got.report}")
-    return max_difference(got.scores[:1], ask(model, MOVED).scores[:1])
+    return max_difference(got.scores[:1], ask(model, NEAR).scores[:1])
 
 
-def _conversation(model, seed: int) -> list[float]:
-    """KL(full || reuse) of the first token in each of 10 rounds."""
-    cache = SuffixCache()
-    passages = old_text(40, seed) + old_text(40, seed + 1)
-    ask(model, old_text(30, seed + 2) + passages + new_text(34, seed), cache, steps=1)
-    chat = new_text(20, seed + 3) + passages + new_text(34, seed + 4)
+def _conversation(model, seed: int, size: int) -> list[float]:
+    """KL(full || reuse) of the first token in each of 10 rounds, with `size` tokens of new text in each."""
+
+    def asked(ids: list[int], *cache, steps: int):
+        # a given mask, since transformers would take generated pad tokens for padding
+        return ask(model, ids, *cache, steps=steps, attention_mask=torch.ones(1, len(ids), dtype=torch.long))
+
+    cache = SuffixCache(tail_tokens=size - 2)
+    passages = [old_text(24, seed + number) for number in range(4)]
+    asked(old_text(30, seed + 9) + sum(passages, []) + new_text(size, seed), cache, steps=1)
+    chat = new_text(20, seed + 8) + sum(reversed(passages), []) + new_text(size, seed + 9)
     divergences = []
     for number in range(ROUNDS):
-        answer = ask(model, chat, cache, steps=4)
+        answer = asked(chat, cache, steps=4)
         approximate = served(answer.report) if number == 0 else answer.report.carried_tokens
         if not approximate:
             raise RuntimeError(f"round {number + 1} has no approximate row: {answer.report}")
-        divergences.append(kl(ask(model, chat, steps=1).first, answer.first))
-        chat = answer.tokens() + new_text(34, seed + 10 + number)
+        divergences.append(kl(asked(chat, steps=1).first, answer.first))
+        chat = answer.tokens() + new_text(size, seed + 10 + number)
     return divergences
 
 
@@ -249,7 +279,8 @@ def o9_models(results: Results) -> None:
             reasons += bool(got.report.reason) and got.report.new_tokens == len(STORED)
         case = f"O9 {kind}"
         results.add(case, "max abs logit difference", largest, "logit", REPEATS, note="target < 1e-4")
-        results.add(case, "refused with a reason", reasons / REPEATS, "share", REPEATS, note=got.report.reason or "")
+        note = got.report.reason or "not refused: its keys were measured to turn, so the answer alone counts"
+        results.add(case, "refused with a reason", reasons / REPEATS, "share", REPEATS, note=note)
 
 
 def o1_smollm2(options: OraclesOptions) -> None:

@@ -45,8 +45,9 @@ class Table:
     def caption(self) -> str:
         """With what the figures were measured."""
         row = next(iter(self.rows.values()))
+        models = {other["model"] for other in self.rows.values()}
         return (
-            f"{row['model']}, {row['dtype']}, {row['machine']}, {row['threads']} threads, torch {row['torch']}, "
+            f"{row['model'] if len(models) == 1 else f'{len(models)} models'}, {row['dtype']}, {row['machine']}, {row['threads']} threads, torch {row['torch']}, "
             f"transformers {row['transformers']}, {row['date']}"
         )
 

@@ -25,7 +25,7 @@ _thread = threading.local()
 
 class Probe:
     """
-    Mean attention that the last `num_queries` queries pay to each key, over heads and the layers from `first_layer` on.
+    Mean attention that the last `num_queries` queries pay to each key, over heads and the layers from `first_layer`.
 
     After the pass, `attention()` gives `[batch, keys]`.
     """
@@ -37,7 +37,7 @@ class Probe:
         self._layers = 0
 
     def read(self, module, query, key, mask, scaling, softcap) -> None:
-        """Add one layer: query `[batch, heads, q, d]`, key `[batch, kv_heads, k, d]`, mask broadcast to `[batch, 1, q, k]`."""
+        """Read one layer: query `[batch, heads, q, d]`, key `[batch, kv_heads, k, d]`, mask `[batch, 1, q, k]`."""
         if self.wants(getattr(module, "layer_idx", -1)):
             self.add(attention_weights(query[:, :, -self.num_queries :], key, mask, scaling, softcap))
 

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
@@ -17,9 +16,10 @@ from .capability import CapabilityTable
 from .comparison import Comparison, compare
 from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names
 from .identity import IdentityTable
+from .inputs import Refused
 from .registration import register
 from .report import CacheStats, ReuseReport
-from .request import Refused, Request
+from .request import Request
 from .store.compaction import CompactionResult
 from .store.store import Store
 from .view import View
@@ -94,7 +94,8 @@ class SuffixCache(Cache):
             wanted = cache.config.replace(**options)
             if wanted != cache.config:
                 raise ValueError(
-                    f"the shared cache was made with {cache.config}; {options} differs. Use `using(...)` for one call's settings."
+                    f"the shared cache was made with {cache.config}; {options} differs. For one call's settings use "
+                    "`using(...)`."
                 )
             return cache
 
@@ -124,7 +125,7 @@ class SuffixCache(Cache):
         if report.carried_tokens or report.shifted_tokens:
             _say_once(
                 "approximate",
-                "this answer used moved rows, an approximation; SuffixCache(fidelity=\"exact\") never does that.",
+                'this answer is approximate: it used moved rows. SuffixCache(fidelity="exact") never does that.',
             )
 
     # -- what generation asks for -------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class SuffixCache(Cache):
         return self._owned.store
 
     def open_view(self, model: PreTrainedModel, **options) -> Request:
-        """A request with its view for one call of a model; raises `Refused` with the reason if reuse can't serve it."""
+        """A request with its view for one call of a model; raises `Refused` with a reason if reuse can't serve it."""
         if model.training:
             raise Refused("the model is in training mode; call model.eval() to reuse rows")
         if torch.is_autocast_enabled(model.device.type):
@@ -205,7 +206,7 @@ class SuffixCache(Cache):
         return self._store.compact()
 
     def __deepcopy__(self, memo):
-        raise TypeError("a SuffixCache can't be copied: it owns memory. Pass it on as it is, or `save` it to a folder.")
+        raise TypeError("a SuffixCache can't be copied: it owns memory. Pass it on itself, or `save` it to a folder.")
 
     __copy__ = None
 
@@ -230,14 +231,14 @@ class SuffixCache(Cache):
         self._thread.layers = value
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Grow the private view; what is not its continuation raises `ValueError`, since masks are made before this."""
+        """Grow the private view; `ValueError` for what does not continue it, since masks are made before this."""
         if layer_idx == 0 and self.layers and self.get_seq_length():
             positions = (kwargs.get("kwargs") or {}).get("position_ids")
             restarted = positions is not None and int(positions.min()) == 0 and positions.shape[-1] > 1
             if restarted or key_states.shape[0] != self.layers[0].keys.shape[0]:
                 length = self.get_seq_length()
                 raise ValueError(
-                    f"this forward starts a new sequence, but the SuffixCache holds {length} tokens of the one before. "
+                    f"this forward starts a new sequence, but the SuffixCache holds {length} tokens of another. "
                     "Call reset() first, pass a fresh SuffixCache, or use attach(model) to serve plain forwards."
                 )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -264,5 +265,5 @@ def _hint_if_short_lived(calls: list[int], say: Callable = _say_once) -> None:
     if calls[0] == 1:
         say(
             "short-lived",
-            "a SuffixCache was dropped after one call: it was empty then, and saved nothing. Make it once and keep it.",
+            "a SuffixCache was dropped after one call: it was empty, and saved nothing. Make it once and keep it.",
         )

@@ -60,7 +60,7 @@ class CapabilityTable:
 
 
 def cache_argument(model: torch.nn.Module) -> str | None:
-    """Name of the forward's cache argument: `cache` since transformers 5.24, `past_key_values` before; None: neither."""
+    """Name of the forward's cache argument: `cache` since transformers 5.24, `past_key_values` before; or None."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
@@ -82,7 +82,8 @@ def measure(model: PreTrainedModel) -> Capability:
     shapes, windows = [], []
     for layer, (first, second) in enumerate(zip(near.layers, far.layers, strict=True)):
         if type(first) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return Capability("none", f"layer {layer} keeps a {type(first).__name__}, not plain keys and values", rows=rows)
+            kept = type(first).__name__
+            return Capability("none", f"layer {layer} keeps a {kept}, not plain keys and values", rows=rows)
         spec = _fit(first, second, model, buffers)
         if isinstance(spec, str):
             return Capability("none", f"layer {layer}: {spec}", rows=rows)

@@ -15,7 +15,8 @@ class Comparison:
     Args:
         kl (`float`): KL(full prefill || with reuse) of the first new token, nats, temperature 1; mean over sequences.
         differing_tokens (`int`): Generated tokens that differ, position by position, over all sequences.
-        tokens (`tuple[torch.Tensor, torch.Tensor]`): New tokens of both runs on the CPU, `[sequences, tokens]`: full, reused.
+        tokens (`tuple[torch.Tensor, torch.Tensor]`): New tokens of both runs, full and reused,
+            `[sequences, tokens]` on the CPU.
         rows (`tuple[int, int]`): Rows run before the first new token: full, reused.
         seconds (`tuple[float, float]`): Time of both calls.
         report (`ReuseReport`): Of the run with the cache.
@@ -38,8 +39,8 @@ class Comparison:
 
 def compare(handle, model: PreTrainedModel, inputs: dict) -> Comparison:
     """
-    Run `model.generate(**inputs)` first without and then with the cache. The run with the cache is an ordinary call: it
-    is stored and counted. Sampling draws from the global generator in both runs, from the same state.
+    Run `model.generate(**inputs)` first without and then with the cache. The run with the cache is an ordinary call:
+    it is stored and counted. Sampling draws from the global generator in both runs, from the same state.
     """
     inputs = {**inputs, "return_dict_in_generate": True, "output_logits": True}
     state = torch.get_rng_state()

@@ -41,7 +41,8 @@ class Diagnosis:
             own = weights[rows, rows].mean()
             near = np.mean([weights[row, max(0, row - 16) : row].sum() for row in rows])
             first = weights[:, 0].mean()
-            lines.append(f"{layer:5d}  {own:9.3f}  {near:16.3f}  {first:12.3f}  {max(0.0, 1 - own - near - first):7.3f}")
+            rest = max(0.0, 1 - own - near - first)
+            lines.append(f"{layer:5d}  {own:9.3f}  {near:16.3f}  {first:12.3f}  {rest:7.3f}")
         return "\n".join(lines)
 
     def plot(self, axes=None):
@@ -75,7 +76,7 @@ def diagnose(model: PreTrainedModel, ids) -> Diagnosis:
     with torch.no_grad(), open_pass(model, probe):
         model(input_ids=inputs, attention_mask=torch.ones_like(inputs), use_cache=False)
     if not probe.maps:
-        raise ValueError(f"the attention of {type(model).__name__} can't be read through transformers' attention interface.")
+        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: it can't be read.")
     attention = np.stack(probe.maps)
     future = np.triu(attention, k=1)
     if future.max() > 0:

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from .capability import cache_argument
+from .inputs import CACHE_NAMES, Refused, describe_plain
 from .report import ReuseReport
-from .request import Refused, Request, closing, describe_plain
+from .request import Request, closing
 from .view import View
-
-CACHE_NAMES = ("cache", "past_key_values")
 
 _lock = threading.RLock()
 _original_generate = None
@@ -70,8 +69,8 @@ def _take_store(model, kwargs: dict):
         return attachments[-1].store if attachments and not given else None
     if len(given) > 1:
         raise ValueError(
-            "both `cache` and `past_key_values` were passed, and one of them is a SuffixCache. Pass the SuffixCache alone: "
-            "it finds by itself what it has stored of the prompt."
+            "both `cache` and `past_key_values` were passed, and one of them is a SuffixCache. Pass the SuffixCache "
+            "alone: it finds by itself what it has stored of the prompt."
         )
     for name in CACHE_NAMES:
         kwargs.pop(name, None)
@@ -83,8 +82,8 @@ def _generate(original, model, store, args: tuple, kwargs: dict):
     started = time.perf_counter()
     if call.get("cache_implementation") is not None:
         raise ValueError(
-            f"`cache_implementation={call.get('cache_implementation')!r}` and a SuffixCache were both passed: a call has "
-            "one cache. Leave `cache_implementation` unset (None) to use the SuffixCache."
+            f"`cache_implementation={call.get('cache_implementation')!r}` and a SuffixCache were both passed: a call "
+            "has one cache. Leave `cache_implementation` unset (None) to use the SuffixCache."
         )
     try:
         if call.get("use_cache") is False:
@@ -175,10 +174,11 @@ class _Call:
         """Generated tokens over all returned sequences, up to each one's end."""
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         known = self.embeds is None and isinstance(self.ids, torch.Tensor)
-        answers = sequences[:, self.ids.shape[1] if known else 0 :].detach().cpu().numpy()
-        ended = np.isin(answers, list(self.stops))
-        first = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, answers.shape[1])
-        return int(first.sum())
+        prompt = self.ids.shape[1] if known and sequences.shape[1] >= self.ids.shape[1] else 0
+        answers = sequences[:, prompt:].detach().cpu().numpy()
+        ended = np.cumsum(np.isin(answers, list(self.stops)), axis=1)
+        # a token counts if no stop token stands before it
+        return int((np.roll(ended, 1, axis=1)[:, 1:] == 0).sum()) + len(answers) * (answers.shape[1] > 0)
 
 
 # -- the hook ---------------------------------------------------------------------------------------------------

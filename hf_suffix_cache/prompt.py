@@ -10,7 +10,7 @@ from .repair import budget as repair_budget
 from .store.segments import Segment
 from .store.shelf import Match, Recipe, Sequence
 
-EXACT, CARRIED, SHIFTED, REPAIRED, NEW = (KINDS.index(kind) for kind in ("exact", "carried", "shifted", "repaired", "new"))
+EXACT, CARRIED, SHIFTED, REPAIRED, NEW = range(len(KINDS))  # in the order of KINDS
 
 
 @dataclass(eq=False)
@@ -102,8 +102,10 @@ class PlannedRow:
 
     def recipe(self) -> Recipe:
         """Source of each row when the prompt is done; -1 where it was computed in this call."""
-        which = np.where((self.kinds == NEW) | (self.kinds == REPAIRED), -1, self.served.which)
-        return Recipe(self.served.segments, which.astype(np.int32), self.served.offset, self.served.shift)
+        computed = (self.kinds == NEW) | (self.kinds == REPAIRED)
+        which = np.where(computed, -1, self.served.which).astype(np.int32)
+        shift = np.where(computed, 0, self.served.shift)  # a repaired row lies where it was computed
+        return Recipe(self.served.segments, which, self.served.offset.copy(), shift)
 
     def spans(self) -> tuple[Span, ...]:
         """The spans of the report."""

@@ -24,8 +24,8 @@ class RepairRequest:
         seams (`np.ndarray` of bool, `[tokens]`): Seam rows: recomputed whatever the policy says.
         run_start (`np.ndarray` of int, `[tokens]`): For a shifted row, where its run (since the last seam) starts.
         budget (`int`): Rows to recompute, seam rows included.
-        attention (`np.ndarray` of float, `[tokens]`, *optional*): Mean attention of the prompt's last queries, over heads
-            and the upper half of the layers; given to policies with `needs_attention`.
+        attention (`np.ndarray` of float, `[tokens]`, *optional*): Mean attention of the prompt's last queries, over
+            heads and the upper half of the layers; given to policies with `needs_attention`.
     """
 
     shifted: np.ndarray

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .attention import Probe, open_pass
-from .planning import Span
+from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .prompt import SHIFTED, PlannedRow
 from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, preset
 from .report import ReuseReport
@@ -20,13 +20,6 @@ logger = logging.getLogger("hf_suffix_cache")
 GENERATION_ROWS = 64  # room for generated tokens where the call does not say how many it wants
 MAX_GENERATION_ROWS = 4096
 
-# arguments of a forward that reuse understands; any other tensor means a plain prefill
-KNOWN_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep"}
-
-
-class Refused(Exception):
-    """Reuse can't serve this call; the message is the report's reason."""
-
 
 class Request:
     """
@@ -36,7 +29,7 @@ class Request:
         view (`View`): The cache that the call was given.
         config (`SuffixCacheConfig`): Settings of this call.
         frequencies (callable): Gives the model's live rotary frequencies by `RotarySpec`.
-        prompt_columns (`int`, *optional*): Columns of the caller's prompt; what follows in the first forward are drafts.
+        prompt_columns (`int`, *optional*): Columns of the caller's prompt; what follows are drafts.
         caller_rows (`int`, *optional*): Batch rows of the caller's; beams and return sequences multiply them.
         new_tokens (`int`, *optional*): Tokens that the call may generate.
         stops (`set[int]`): Ids that end a sequence; `pad` (`int`, *optional*) fills finished ones.
@@ -79,7 +72,7 @@ class Request:
         self.started = time.perf_counter()
         self._passes = ExitStack()
         self._adopted = None
-        self._ids: np.ndarray | None = None
+        self.batch: PromptBatch | None = None
         view.request = self
 
     # -- the first forward --------------------------------------------------------------------------------------
@@ -88,9 +81,10 @@ class Request:
         """Called before the first forward with its arguments; returns the arguments of the last pass."""
         self.state = "prefill"
         try:
-            self._read(kwargs)
+            self.batch = read_inputs(kwargs, self.prompt_columns, self.caller_rows)
         except Refused as refusal:
             return self._plain(kwargs, str(refusal))
+        self.view.group, self.view.prompt_columns = self.batch.group, self.batch.prompt_columns
         try:
             self._plan(kwargs)
             self._materialise()
@@ -116,62 +110,19 @@ class Request:
         describe_plain(self.report, tokens, kwargs.get("attention_mask"), self.caller_rows)
         return kwargs
 
-    def _read(self, kwargs: dict) -> None:
-        """Understand the call's tensors, or raise `Refused` (not understood) or `ValueError` (the caller's mistake)."""
-        ids = kwargs.get("input_ids")
-        if ids is None or kwargs.get("inputs_embeds") is not None:
-            raise Refused("inputs_embeds have no token ids to look up")
-        for name, value in kwargs.items():
-            if name not in KNOWN_ARGUMENTS and not isinstance(value, (type(None), bool, int, float, str, View)):
-                raise Refused(f"the argument `{name}` may change the rows in a way that the cache can't see")
-        if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
-            raise Refused("attentions or hidden states of every prompt row were asked for")
-        batch, columns = ids.shape
-        pads = self._read_mask(kwargs.get("attention_mask"), batch, columns)
-        positions = np.arange(columns) - pads[:, None]
-        given = kwargs.get("position_ids")
-        if given is not None:
-            given = np.broadcast_to(given.detach().cpu().numpy(), (batch, columns)) if given.dim() == 2 else None
-            if given is None or not ((given == positions) | (positions < 0)).all():
-                raise Refused("position_ids that don't count the tokens from 0")
-        self._ids = ids.detach().cpu().numpy().astype(np.int64)
-        self.pads = pads
-        self.columns = columns
-        self.batch = batch
-        self.prompt_columns = min(self.prompt_columns or columns, columns)
-        self.group = batch // self.caller_rows if self.caller_rows and batch % self.caller_rows == 0 else 1
-        self.view.group, self.view.prompt_columns = self.group, self.prompt_columns
-
-    def _read_mask(self, mask, batch: int, columns: int) -> np.ndarray:
-        """Left padding of each row."""
-        if mask is None:
-            return np.zeros(batch, dtype=np.int64)
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            raise Refused("an attention mask of the caller's own that is not [batch, tokens]")
-        if mask.shape != (batch, columns):
-            raise ValueError(
-                f"`attention_mask` has shape {tuple(mask.shape)} but `input_ids` has {(batch, columns)}. Pass the whole "
-                "prompt and its mask: a SuffixCache finds by itself what it has stored of it."
-            )
-        seen = mask.detach().cpu().numpy() != 0
-        pads = columns - seen.sum(axis=1)
-        if not (seen == (np.arange(columns) >= pads[:, None])).all() or (pads == columns).any():
-            raise Refused("an attention mask with holes or padding on the right")
-        return pads
-
     def _plan(self, kwargs: dict) -> None:
         """Plan each prompt of the caller's."""
         asked = kwargs.get("logits_to_keep", 0)
         keep_last = self.keep_last
         if isinstance(asked, int) and asked > 0:
-            keep_last = max(asked - (self.columns - self.prompt_columns), keep_last or 1, 1)
+            keep_last = max(asked - (self.batch.columns - self.batch.prompt_columns), keep_last or 1, 1)
         started = time.perf_counter()
         lookup = 0.0
         view, config = self.view, self.config
         with view.store.lock:
-            for row in range(0, self.batch, self.group):
-                pad = int(self.pads[row])
-                ids = self._ids[row, pad : self.prompt_columns]
+            for row in range(0, self.batch.rows, self.batch.group):
+                pad = int(self.batch.pads[row])
+                ids = self.batch.ids[row, pad : self.batch.prompt_columns]
                 before = time.perf_counter()
                 match = view.shelf.match(ids)
                 lookup += time.perf_counter() - before
@@ -209,14 +160,16 @@ class Request:
             extent, in_place = None, 0
             row = self.rows[0]
             sequence = row.prefix_sequence
-            if self.batch == 1 and row.pad == 0 and sequence is not None and row.prefix_length == len(sequence.ids):
-                extent = store.adopt(view.shelf, sequence, self.columns + room)
+            whole = sequence is not None and row.prefix_length == len(sequence.ids)
+            columns, rows = self.batch.columns + room, self.batch.rows
+            if whole and rows == 1 and row.pad == 0:
+                extent = store.adopt(view.shelf, sequence, columns)
                 self._adopted = sequence if extent is not None else None
                 in_place = row.prefix_length if extent is not None else 0
-            view.lay_over(extent if extent is not None else store.allocate(view.shelf, self.columns + room, self.batch))
+            view.lay_over(extent if extent is not None else store.allocate(view.shelf, columns, rows))
             frequencies = self.frequencies()
-            for number in range(self.batch):
-                self._load(number, self.rows[number // self.group], in_place, frequencies)
+            for number in range(self.batch.rows):
+                self._load(number, self.rows[number // self.batch.group], in_place, frequencies)
         self.report.timings["materialise"] = time.perf_counter() - started
 
     def _load(self, number: int, planned: PlannedRow, in_place: int, frequencies) -> None:
@@ -252,7 +205,7 @@ class Request:
     def _run(self, model, kwargs: dict) -> dict:
         """Run all passes but the last; return the last one's arguments."""
         new = self._columns(lambda row: row.computed)
-        new[self.prompt_columns :] = True
+        new[self.batch.prompt_columns :] = True
         seams = self._columns(lambda row: row.seams)
         chosen = np.zeros_like(new)
         last = new
@@ -266,7 +219,7 @@ class Request:
             last = new | chosen
             if probed:
                 # rows left of the first repaired one are final already; the answer's logits come from this pass
-                first = np.argmax(chosen) if chosen.any() else self.columns - self._kept(kwargs)
+                first = np.argmax(chosen) if chosen.any() else self.batch.columns - self._kept(kwargs)
                 last[:first] = False
             self.report.timings["repair"] = time.perf_counter() - started
         for row in self.rows:
@@ -277,7 +230,7 @@ class Request:
 
     def _columns(self, of_row) -> np.ndarray:
         """Union over the prompts: bool `[columns]`. One forward runs the same columns of every batch row."""
-        union = np.zeros(self.columns, dtype=bool)
+        union = np.zeros(self.batch.columns, dtype=bool)
         for row in self.rows:
             union[row.pad : row.pad + len(row.ids)] |= of_row(row)
         return union
@@ -291,7 +244,7 @@ class Request:
         columns = np.flatnonzero(new)
         queries = int(np.count_nonzero(new[-PROBE_QUERIES:]))
         if queries < MIN_PROBE_QUERIES or not new[-queries:].all():
-            self.report.reason = "too few new rows to ask what they attend to: the first rows of each run were repaired"
+            self.report.reason = "too few new rows to ask about; the first rows of each run were repaired"
             return FirstRows(), False, None
         probe = Probe(queries, first_layer=len(self.view.layers) // 2)
         self._forward(model, kwargs, columns, probe)
@@ -303,39 +256,44 @@ class Request:
 
     def _select(self, policy, fraction: float, attention) -> np.ndarray:
         """Columns that the policy wants recomputed: bool `[columns]`."""
-        chosen = np.zeros(self.columns, dtype=bool)
+        chosen = np.zeros(self.batch.columns, dtype=bool)
         for number, row in enumerate(self.rows):
-            seen = None if attention is None else attention[number * self.group, row.pad : row.pad + len(row.ids)]
+            columns = slice(row.pad, row.pad + len(row.ids))
+            seen = None if attention is None else attention[number * self.batch.group, columns]
             request = row.repair_request(fraction, seen)
             if policy.needs_attention and (seen is None or not request.spare):
                 continue
             positions = np.asarray(policy.select(request), dtype=np.int64)
             if len(positions) and not request.shifted[positions].all():
-                raise ValueError(f"{type(policy).__name__}.select named rows that are not shifted: {positions.tolist()}")
+                named = positions[~request.shifted[positions]].tolist()
+                raise ValueError(f"{type(policy).__name__}.select named rows that are not shifted: {named}.")
             chosen[row.pad + positions] = True
         return chosen
 
     def _forward(self, model, kwargs: dict, columns: np.ndarray, probe: Probe | None = None) -> None:
-        """A scattered forward whose output nobody needs, in chunks if the caller asked for them."""
+        """
+        A scattered forward whose output nobody needs, in chunks if the caller asked for them. Columns behind a chunk
+        may not have been written yet, and are not handed out.
+        """
         for part in self._chunks(columns):
             reader = probe if part[-1] == columns[-1] else None
-            with torch.no_grad(), open_pass(model, reader), self.view.scatter(part, self.columns):
+            with torch.no_grad(), open_pass(model, reader), self.view.scatter(part, int(part[-1]) + 1):
                 model.forward(**self._arguments(kwargs, part, last=False))
-            self.report.computed_rows += self.batch * len(part)
+            self.report.computed_rows += self.batch.rows * len(part)
 
     def _last_pass(self, model, kwargs: dict, columns: np.ndarray) -> dict:
         """Arguments of the forward that transformers itself runs; what it needs open stays open until it returns."""
         *before, part = self._chunks(columns)
         for early in before:
             self._forward(model, kwargs, early)
-        self.report.computed_rows += self.batch * len(part)
-        contiguous = part[-1] - part[0] + 1 == len(part) and part[-1] == self.columns - 1
+        self.report.computed_rows += self.batch.rows * len(part)
+        contiguous = part[-1] - part[0] + 1 == len(part) and part[-1] == self.batch.columns - 1
         self.view.set_length(int(part[0]) if contiguous else 0)
         if contiguous and part[0] == 0:
             return kwargs
         if not contiguous:
             self._passes.enter_context(open_pass(model))
-            self._passes.enter_context(self.view.scatter(part, self.columns))
+            self._passes.enter_context(self.view.scatter(part, self.batch.columns))
         return self._arguments(kwargs, part, last=True)
 
     def _chunks(self, columns: np.ndarray) -> list[np.ndarray]:
@@ -349,7 +307,8 @@ class Request:
         index = torch.from_numpy(columns).to(ids.device)
         positions = kwargs.get("position_ids")
         if positions is None:
-            positions = torch.from_numpy(np.maximum(np.arange(self.columns) - self.pads[:, None], 0)).to(ids.device)
+            counted = np.maximum(np.arange(self.batch.columns) - self.batch.pads[:, None], 0)
+            positions = torch.from_numpy(counted).to(ids.device)
         changed = {**kwargs, "input_ids": ids.index_select(1, index), "position_ids": positions.index_select(1, index)}
         if kwargs.get("token_type_ids") is not None:
             changed["token_type_ids"] = kwargs["token_type_ids"].index_select(1, index)
@@ -371,7 +330,7 @@ class Request:
             if self.rows and whole:
                 frequencies = self.frequencies()
                 for number in range(len(tokens)):
-                    if self.store_answer or number % self.group == 0:
+                    if self.store_answer or number % self.batch.group == 0:
                         view.store.commit(view.shelf, self._draft(number, tokens[number]), frequencies, handed_out)
             self._close(handed_out)
         self.report.timings["total"] = time.perf_counter() - self.started
@@ -395,8 +354,8 @@ class Request:
             self.view.close()
 
     def _draft(self, number: int, tokens: np.ndarray) -> Draft:
-        row = self.rows[number // self.group]
-        stop = self._end(tokens) if self.store_answer else min(self.prompt_columns, len(tokens))
+        row = self.rows[number // self.batch.group]
+        stop = self._end(tokens) if self.store_answer else min(self.batch.prompt_columns, len(tokens))
         ids = tokens[row.pad : stop].astype(np.int64)
         recipe = row.recipe()
         extra = len(ids) - len(recipe)
@@ -411,22 +370,12 @@ class Request:
 
     def _end(self, tokens: np.ndarray) -> int:
         """Columns up to the end of the sequence: its first stop token, or what fills a finished row."""
-        answer = tokens[self.prompt_columns :]
+        answer = tokens[self.batch.prompt_columns :]
         ended = np.flatnonzero(np.isin(answer, list(self.stops)))
         if len(ended):
-            return self.prompt_columns + int(ended[0]) + 1
+            return self.batch.prompt_columns + int(ended[0]) + 1
         filled = np.flatnonzero(answer == self.pad) if self.pad is not None else []
-        return self.prompt_columns + int(filled[0]) if len(filled) else len(tokens)
-
-
-def describe_plain(report: ReuseReport, tokens: torch.Tensor, mask, caller_rows: int | None) -> None:
-    """Report of a prompt that ran whole: ids or embeddings `[batch, tokens, ...]`, mask `[batch, tokens]` or none."""
-    batch, columns = tokens.shape[:2]
-    group = batch // caller_rows if caller_rows and batch % caller_rows == 0 else 1
-    lengths = [columns] * batch
-    if isinstance(mask, torch.Tensor) and mask.shape == (batch, columns):
-        lengths = (mask != 0).sum(dim=1).tolist()
-    report.set_spans([[Span(0, length, "new")] if length else [] for length in lengths[::group]])
+        return self.batch.prompt_columns + int(filled[0]) if len(filled) else len(tokens)
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class ViewLayer(CacheLayerMixin):
 
 
 def _write(buffer, states, slots, start, first, stop) -> torch.Tensor:
-    """Write states into the buffer without a graph; hand out rows [first, stop), with the states' graph if they have one."""
+    """Write states into the buffer without a graph; hand out rows [first, stop), with the states' own graph if any."""
     with torch.no_grad():
         if slots is None:
             buffer[:, :, start:stop] = states
@@ -135,7 +135,7 @@ class View(Cache):
     """
     The growing sequences of one call, `[batch]` rows over one extent of the pool.
 
-    It reports a length of 0 until the first forward, so that `generate` passes the whole prompt; `Request` then decides
+    It reports a length of 0 until the first forward, so that `generate` passes the whole prompt; `Request` decides
     in that forward what is computed. The view only holds rows; it never decides.
     """
 

@@ -72,8 +72,8 @@ def letter() -> Requests:
 
 
 SCENARIOS = [
-    Scenario("a", "a question over eight passages whose order and head change", passages),
-    Scenario("b", "a chat that grows, then loses its oldest turns", conversation),
-    Scenario("c", "a long text whose first paragraph is edited", essay),
-    Scenario("d", "a form letter with a new name, to be summarised", letter),
+    Scenario("a", "passages in another order", passages),
+    Scenario("b", "a chat that loses its oldest turns", conversation),
+    Scenario("c", "a text with an edited opening", essay),
+    Scenario("d", "a form letter with a new name", letter),
 ]

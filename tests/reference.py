@@ -85,9 +85,10 @@ def max_difference(left, right) -> float:
 
 def same_answer(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None:
     """O1: equal ids and logits within `tolerance` at every step and in every row."""
-    assert got.ids.tolist() == want.ids.tolist()
+    assert got.ids.shape == want.ids.shape
     difference = max_difference(got.scores, want.scores)
     assert difference < tolerance, f"max abs logit difference {difference:.2e}"
+    assert got.ids.tolist() == want.ids.tolist()
 
 
 def same_as_vanilla(model, ids, cache, tolerance: float = TOLERANCE, **options) -> Answer:
@@ -314,6 +315,7 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
     `return_dict_in_generate` gave it, whose extents count too.
     """
     store, stats = cache._store, cache.stats
+    bytes_used = stats.bytes_used  # first: it takes back what views have let go of
     expected = {
         id(slab): np.zeros_like(slab.references) for pool in store.pools.values() for slab in pool.slabs.values()
     }
@@ -338,7 +340,7 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
             want, have = expected[id(slab)], slab.references
             assert (have >= want).all() if handed_out else (have == want).all(), "references that nothing explains"
             used += int(np.count_nonzero(have)) * store.config.block_size * pool.row_bytes
-    assert stats.bytes_used == used <= stats.bytes_total
+    assert bytes_used == used <= stats.bytes_total
     if cache.config.max_bytes is not None:
         assert stats.bytes_total <= cache.config.max_bytes
     return SimpleNamespace(bytes_used=used, bytes_total=stats.bytes_total, segments=stats.segments)

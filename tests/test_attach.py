@@ -87,6 +87,7 @@ def test_attach_serves_an_own_decoding_loop():
                 output = model(torch.tensor([tokens[-1:]]), use_cache=True, **{name: output[name]})
         assert tokens == want
         assert model.spy.rows() == 1 + 6
+        del output  # it holds the view
     check_pool(cache)
 
 
@@ -133,14 +134,21 @@ def test_direct_forward_is_an_ordinary_growing_cache(kind):
     assert check_pool(cache).segments == 0  # not stored: `attach` does that
 
 
-def test_direct_forward_starts_anew_where_it_does_not_continue():
+@pytest.mark.parametrize("ids", [IDS.repeat(2, 1), IDS.flip(1)], ids=["batch", "restart"])
+def test_direct_forward_that_does_not_continue_is_right_or_a_clear_error(ids):
     model = make_model("llama")
     name, cache = cache_name(model), SuffixCache()
-    two = torch.tensor([PROMPT, PROMPT[::-1]])
+    positions = torch.arange(ids.shape[1])[None]
     with torch.no_grad():
         model(IDS, **{name: cache})
-        assert (model(two, **{name: cache}).logits - model(two).logits).abs().max() < 1e-4
-        same_as_vanilla(model, PROMPT, cache)  # generate is not disturbed by the forwards before it
+        try:
+            got = model(ids, position_ids=positions, **{name: cache}).logits
+        except ValueError as error:
+            assert "reset" in str(error)
+            cache.reset()
+            got = model(ids, position_ids=positions, **{name: cache}).logits
+        assert (got - model(ids).logits).abs().max() < 1e-4
+    same_as_vanilla(model, PROMPT, cache)  # generate is not disturbed by the forwards before it
 
 
 def test_direct_forwards_of_two_threads_are_apart():

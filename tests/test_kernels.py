@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_suffix_cache import kernels
 from hf_suffix_cache.kernels import HashTable, splitmix64, window_hashes
 
 MASK = 2**64 - 1
@@ -98,11 +99,12 @@ def test_window_hashes_short_input_is_empty():
 
 
 def test_window_hashes_other_process_same_values():
-    code = (
-        "import numpy as np; from hf_suffix_cache.kernels import window_hashes; "
-        "print(*window_hashes(np.arange(100, 112)))"
+    code = (  # by path: importing the package would import torch
+        "import runpy, sys; module = runpy.run_path(sys.argv[1]); "
+        "print(*module['window_hashes'](module['np'].arange(100, 112)))"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-c", code, kernels.__file__]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     expected = window_hashes(np.arange(100, 112)).tolist()
     assert [int(word) for word in printed.split()] == expected
     assert int(window_hashes(np.zeros(8, dtype=np.int64))[0]) == GOLDEN  # and in every version: stores are saved

@@ -22,6 +22,7 @@ from scripts.demo_texts import PASSAGES
 NAMES = ["honeybee", "fundy", "castling", "cactus"]
 FIRST = ("You answer questions from the passages below.", NAMES, "Who worked out the waggle dance?")
 SECOND = ("Today is Tuesday. Be brief.", NAMES[::-1], "Between which two provinces does the Bay of Fundy lie?")
+ROOM = 1 << 30  # conftest gives every cache 64 MiB, which is less than two of these conversations and a view
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +102,7 @@ def test_prompt_changed_in_first_half_moves_logits(model, ask, plain):
 
 def test_exact_fidelity_repeated_prompts_equal_stock(model, ask, plain, noise):
     """O1 on a real model: within twice the noise that stock transformers shows between one chunk and two."""
-    cache = SuffixCache(fidelity="exact")
+    cache = SuffixCache(fidelity="exact", max_bytes=ROOM)
     shares = []
     for _ in range(2):
         for request, (ids, logits), bound in zip((FIRST, SECOND), plain, noise, strict=True):
@@ -126,7 +127,7 @@ def test_exact_fidelity_bound_is_broken_by_another_prompts_rows(model, ask, plai
 @pytest.mark.parametrize("fidelity", ["balanced", "fast"])
 def test_reordered_passages_behind_another_head_stay_close(model, ask, plain, fidelity):
     """The case that the package is for: most rows are moved, few are run, and the first token hardly changes."""
-    cache = SuffixCache(fidelity=fidelity)
+    cache = SuffixCache(fidelity=fidelity, max_bytes=ROOM)
     _generate(model, ask(*FIRST), cache=cache)
     _, logits = _generate(model, ask(*SECOND), cache=cache)
     report = cache.last_report
@@ -138,7 +139,7 @@ def test_reordered_passages_behind_another_head_stay_close(model, ask, plain, fi
 
 
 def test_answer_continued_in_a_second_turn_is_not_run_again(model, ask):
-    cache = SuffixCache()
+    cache = SuffixCache(max_bytes=ROOM)
     ids, _ = _generate(model, ask(*FIRST), cache=cache)
     more = torch.cat([ids[None], ask(*SECOND)["input_ids"][:, -20:]], dim=1)
     inputs = {"input_ids": more, "attention_mask": torch.ones_like(more)}

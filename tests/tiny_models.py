@@ -11,7 +11,7 @@ import torch
 import transformers
 
 VOCAB = 256
-FIRST_TEXT_ID = 4  # 0 is the pad, 1 and 2 stay free for BOS and EOS, 3 for a separator
+FIRST_TEXT_ID = 4  # 0 to 3 stay free for pads, BOS and EOS
 _SIZES = dict(
     vocab_size=VOCAB,
     hidden_size=64,
@@ -23,7 +23,7 @@ _SIZES = dict(
     initializer_range=0.3,
     bos_token_id=1,
     eos_token_id=None,
-    pad_token_id=0,
+    pad_token_id=None,  # else `generate` takes a generated pad for padding; batches name theirs
     tie_word_embeddings=False,
 )
 _LLAMA3 = dict(
@@ -41,7 +41,8 @@ def _sized(config_class, **changes):
     return lambda: config_class(**{**_SIZES, **changes})
 
 
-# The families that part 1 supports. `mistral` has a window of 16 tokens, shorter than every prompt of the suite.
+# What part 1 supports: plain full-width rotary keys, as measured (gemma3: two frequency buffers, one for each kind of
+# layer). `mistral` has a window of 16 tokens, so its three layers see 45 tokens back.
 SUPPORTED = {
     "llama": _sized(transformers.LlamaConfig),
     "llama3_scaling": _sized(transformers.LlamaConfig, rope_parameters=_LLAMA3),
@@ -50,6 +51,13 @@ SUPPORTED = {
     "qwen3": _sized(transformers.Qwen3Config, head_dim=16),
     "mistral": _sized(transformers.MistralConfig, sliding_window=16),
     "mistral_full": _sized(transformers.MistralConfig, sliding_window=None),
+    "gemma3_text": _sized(
+        transformers.Gemma3TextConfig,
+        head_dim=16,
+        sliding_window=16,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }
 CORE = ("llama", "qwen2", "qwen3", "mistral")  # what DESIGN.md's oracles run on
 
@@ -84,13 +92,6 @@ UNSUPPORTED = {
         pad_token_id=0,
     ),
     "bert": _sized(transformers.BertConfig, is_decoder=True, max_position_embeddings=512),
-    "gemma3_text": _sized(
-        transformers.Gemma3TextConfig,
-        head_dim=16,
-        sliding_window=16,
-        query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
 }
 _ENCODER_DECODER = {
     "t5": lambda: transformers.T5Config(

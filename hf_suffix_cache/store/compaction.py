@@ -60,7 +60,7 @@ def _compact_slab(pool: BlockPool, slab: Slab, segments: list[Segment], sequence
         units.append((start, np.arange(start, stop), members, sequence))
     units += [(int(rows_of(segment).min()), rows_of(segment), [segment], None) for segment in loose]
     cursor = moved = 0
-    for start, rows, members, sequence in sorted(units, key=lambda unit: unit[0]):
+    for _, rows, members, sequence in sorted(units, key=lambda unit: unit[0]):
         if sequence is not None:
             # a kept extent goes on growing in place, so it owns its blocks from border to border
             cursor = -(-cursor // size) * size

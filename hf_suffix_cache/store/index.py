@@ -170,8 +170,7 @@ class WindowIndex:
         self._used = stop + 1
 
     def _windows(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and places of the stored windows of one segment, last first: the table gives the newest first, and
-        a text that repeats should be entered at its beginning."""
+        """Hashes and places of a segment's windows, last first: repeated text is to be found at its beginning."""
         first, last = bisect_left(self._piece_starts, start), bisect_left(self._piece_starts, start + length)
         borders = [*self._piece_starts[first:last], start + length]
         places = [
@@ -184,8 +183,7 @@ class WindowIndex:
 
     def _compact(self) -> None:
         """Close the holes that removed segments left. Order of age, and so every answer, stays."""
-        old, places, rows = self._tokens, self._places, self._piece_rows
-        starts = self._piece_starts
+        old, places, rows, starts = self._tokens, self._places, self._piece_rows, self._piece_starts
         self._reset()
         for segment, (start, length) in places.items():
             self._places[segment] = (self._used, length)
@@ -357,9 +355,8 @@ class PrefixIndex:
         """
         query = _key(ids)
         middle = bisect_right(self._keys, query)
-        shared = self._walk(query, range(middle - 1, -1, -1), limit) | self._walk(
-            query, range(middle, len(self._keys)), limit
-        )
+        shared = self._walk(query, range(middle - 1, -1, -1), limit)
+        shared |= self._walk(query, range(middle, len(self._keys)), limit)
         for length in set(shared.values()):  # a complete match sorts before all others of its length: maybe far off
             front = query[: 4 * length]
             if front in self._items:

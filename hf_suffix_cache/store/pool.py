@@ -2,9 +2,9 @@
 The block pool: preallocated memory for key and value rows of one model geometry.
 
 Memory is taken in slabs. A slab holds, for every group of layers with equal shape, one key and one value tensor
-`[layers, kv_heads, rows, head_dim]`, so that a row has the same address in every layer. `references[block]` is the only
-state: a block is free where it is 0. An extent is a contiguous range of blocks; a batch is one extent seen as equally
-spaced rows of a strided tensor.
+`[layers, kv_heads, rows, head_dim]`, so that a row has the same address in every layer. `references[block]` is the
+only state: a block is free where it is 0. An extent is a contiguous range of blocks; a batch is one extent seen as
+equally spaced rows of a strided tensor.
 """
 
 from collections.abc import Sequence as Collection
@@ -159,7 +159,7 @@ class BlockPool:
         """
         A referenced extent of `batch` runs of at least `rows` rows.
 
-        It is taken from the middle of the largest free range, so that the extent before it keeps room to grow in place.
+        It is taken from the middle of the largest free range, so that the extent before it has room to grow in place.
         Raises `PoolExhausted` where neither a slab nor the budget has room.
         """
         rows = self.round_up(rows)

@@ -1,6 +1,6 @@
 """One shelf per identity and scope: the segments and sequences that may meet, and the two indices that find them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from .segments import Segment
 @dataclass(eq=False)
 class Recipe:
     """
-    Where each row of a sequence comes from: row `i` is row `offset[i]` of `segments[which[i]]`, key turned by `shift[i]`.
+    Where each row of a sequence comes from: row `i` is row `offset[i]` of `segments[which[i]]`, its key turned by
+    `shift[i]` positions.
     """
 
     segments: list[Segment]

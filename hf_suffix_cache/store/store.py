@@ -76,7 +76,7 @@ class Store:
             return shelf
 
     def allocate(self, shelf: Shelf, rows: int, batch: int = 1) -> Extent:
-        """An extent from the pool, for which old sequences are given up; outside the pool if even that is not enough."""
+        """An extent from the pool, for which old sequences are given up; outside the pool if that is not enough."""
         with self.lock:
             self._release_orphans()
             while True:
@@ -109,8 +109,9 @@ class Store:
         self, shelf: Shelf, draft: Draft, frequencies: dict[RotarySpec, torch.Tensor], handed_out: bool
     ) -> Sequence | None:
         """
-        Store one row of a finished call. Rows that are stored already in the same state are referred to, not kept twice.
-        If the view was handed to the caller (`handed_out`), the store keeps copies, never memory that he may write to.
+        Store one row of a finished call. Rows that are stored already in the same state are referred to, not kept
+        twice. If the view was handed to the caller (`handed_out`), the store keeps copies, never memory
+        that he may write to.
         """
         with self.lock:
             if shelf not in self.shelves.values() or not draft.extent.pooled or len(draft.ids) == 0:
@@ -129,9 +130,12 @@ class Store:
             if keep is not None:
                 shelf.pool.retain(keep)
                 sequence.extent = keep
-            shelf.add(sequence)
-            self._touch(sequence)
+            # what the new sequence replaces goes first: its windows would count as other contexts of the same text
+            shelf.pin(sequence.recipe.segments)
             self._drop_subsumed(shelf, sequence)
+            shelf.add(sequence)
+            shelf.unpin(sequence.recipe.segments)
+            self._touch(sequence)
             self._demote_old()
             return sequence
 
@@ -209,7 +213,7 @@ class Store:
             pool.release(extent)
 
     def _make_room(self, wanting: BlockPool) -> bool:
-        """Give up the least recently used sequence, or another pool's empty slabs; False if there is nothing to give."""
+        """Give up the least recently used sequence, or another pool's empty slabs; False if there is neither."""
         if any(pool.trim() for pool in self.pools.values() if pool is not wanting):
             return True
         idle = [
@@ -317,7 +321,7 @@ def _join(head: Recipe, served: Recipe, start: int) -> Recipe:
     for recipe, rows in ((head, slice(0, start)), (served, slice(start, None))):
         if recipe.segments:
             renumber = np.array([numbers[segment] for segment in recipe.segments] + [-1], dtype=np.int32)
-            which[rows] = renumber[recipe.which[: start] if recipe is head else recipe.which[rows]]
+            which[rows] = renumber[recipe.which[:start] if recipe is head else recipe.which[rows]]
     offset[:start], shift[:start] = head.offset, head.shift
     used = np.unique(which[which >= 0])
     segments = list(numbers)

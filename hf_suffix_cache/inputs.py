@@ -1,0 +1,119 @@
+"""What a forward was asked to run, understood or refused."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .planning import Span
+from .report import ReuseReport
+
+# tensors that reuse understands; any other one means a plain prefill
+KNOWN_TENSORS = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep"}
+CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
+
+
+class Refused(Exception):
+    """Reuse can't serve this call; the message is the report's reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
+    """
+    A first forward's tokens.
+
+    Args:
+        ids (`np.ndarray` of int64, `[rows, columns]`): Padded prompts, and drafts behind them.
+        pads (`np.ndarray` of int64, `[rows]`): Left padding of each row.
+        prompt_columns (`int`): Columns of the caller's prompt; what follows are drafts of assisted decoding.
+        group (`int`): Batch rows per prompt of the caller's: beams or return sequences.
+    """
+
+    ids: np.ndarray
+    pads: np.ndarray
+    prompt_columns: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        """Batch rows, beams included."""
+        return self.ids.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns of the first forward."""
+        return self.ids.shape[1]
+
+
+def read_inputs(kwargs: dict, prompt_columns: int | None, caller_rows: int | None) -> PromptBatch:
+    """
+    Understand a forward's arguments.
+
+    Raises `Refused` where they say something that reuse doesn't understand, and `ValueError` where the caller's mask
+    and ids contradict each other.
+    """
+    ids = kwargs.get("input_ids")
+    if ids is None or kwargs.get("inputs_embeds") is not None:
+        raise Refused("inputs_embeds have no token ids to look up")
+    for name, value in kwargs.items():
+        if name not in KNOWN_TENSORS and name not in CACHE_NAMES and not _is_plain(value):
+            raise Refused(f"the argument `{name}` may change the rows in a way that the cache can't see")
+    if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
+        raise Refused("attentions or hidden states of every prompt row were asked for")
+    batch, columns = ids.shape
+    pads = _read_mask(kwargs.get("attention_mask"), batch, columns)
+    _check_positions(kwargs.get("position_ids"), np.arange(columns) - pads[:, None])
+    return PromptBatch(
+        ids.detach().cpu().numpy().astype(np.int64),
+        pads,
+        min(prompt_columns or columns, columns),
+        rows_per_prompt(batch, caller_rows),
+    )
+
+
+def rows_per_prompt(batch: int, caller_rows: int | None) -> int:
+    """How often `generate` repeated each of the caller's rows."""
+    return batch // caller_rows if caller_rows and batch % caller_rows == 0 else 1
+
+
+def describe_plain(report: ReuseReport, tokens: torch.Tensor, mask, caller_rows: int | None) -> None:
+    """Report of a prompt that ran whole: ids or embeddings `[batch, tokens, ...]`, mask `[batch, tokens]` or none."""
+    batch, columns = tokens.shape[:2]
+    lengths = [columns] * batch
+    if isinstance(mask, torch.Tensor) and mask.shape == (batch, columns):
+        lengths = (mask != 0).sum(dim=1).tolist()
+    group = rows_per_prompt(batch, caller_rows)
+    report.set_spans([[Span(0, length, "new")] if length else [] for length in lengths[::group]])
+
+
+def _is_plain(value) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _read_mask(mask, batch: int, columns: int) -> np.ndarray:
+    """Left padding of each row, `[batch]`."""
+    if mask is None:
+        return np.zeros(batch, dtype=np.int64)
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        raise Refused("an attention mask of the caller's own that is not [batch, tokens]")
+    if mask.shape != (batch, columns):
+        raise ValueError(
+            f"`attention_mask` has shape {tuple(mask.shape)} but `input_ids` has {(batch, columns)}. Pass the whole "
+            "prompt and its mask: a SuffixCache finds by itself what it has stored of it."
+        )
+    seen = mask.detach().cpu().numpy() != 0
+    pads = columns - seen.sum(axis=1)
+    if not (seen == (np.arange(columns) >= pads[:, None])).all() or (pads == columns).any():
+        raise Refused("an attention mask with holes or padding on the right")
+    return pads
+
+
+def _check_positions(given, positions: np.ndarray) -> None:
+    """Refuse position ids, `[batch or 1, columns]`, that don't count the tokens behind the padding from 0."""
+    if given is None:
+        return
+    if given.dim() != 2:
+        raise Refused("position_ids that are not [batch, tokens]")
+    given = np.broadcast_to(given.detach().cpu().numpy(), positions.shape)
+    if not ((given == positions) | (positions < 0)).all():
+        raise Refused("position_ids that don't count the tokens from 0")
