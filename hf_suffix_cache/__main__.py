@@ -1,0 +1,53 @@
+"""The `hf-suffix-cache` command."""
+
+import argparse
+import platform
+import sys
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="hf-suffix-cache", description="Reuse of computed rows behind generate().")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions and devices, for a bug report")
+    check = commands.add_parser("check", help="measure what a model's rows can do")
+    check.add_argument("model", help="a folder or name that AutoModelForCausalLM.from_pretrained takes")
+    options = parser.parse_args(arguments)
+    return info() if options.command == "info" else check_model(options.model)
+
+
+def info() -> int:
+    """Print versions and devices."""
+    import torch
+    import transformers
+
+    from . import __version__
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    print(f"hf_suffix_cache {__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
+    print(f"Python {platform.python_version()}, {platform.machine()}, GPU: {gpu}")
+    return 0
+
+
+def check_model(name: str) -> int:
+    """Measure a model and print what was found; 1 if its rows can't be moved."""
+    from transformers import AutoModelForCausalLM
+
+    from .capability import measure
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name).eval()
+    except (OSError, ValueError) as error:
+        print(f"{name} could not be loaded as a causal language model: {error}", file=sys.stderr)
+        return 2
+    capability = measure(model)
+    print(f"{type(model).__name__}: {capability.kind}" + (f" ({capability.reason})" if capability.reason else ""))
+    if capability.shapes:
+        row_bytes = sum(shape.row_bytes for shape in capability.shapes)
+        windows = sorted({window for window in capability.windows if window is not None})
+        print(f"{len(capability.shapes)} layers, {row_bytes:,} bytes per row, sliding windows: {windows or 'none'}")
+    return 0 if capability.kind == "shift" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
