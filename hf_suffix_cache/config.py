@@ -46,6 +46,8 @@ class SuffixCacheConfig:
             Seconds that an unused named session's segments live; `None` means for ever.
         namespace (`str`, *optional*, defaults to `""`):
             A salt of the caller's: caches with different namespaces never share rows.
+        debug (`bool`, *optional*, defaults to `False`):
+            Fill freed rows with NaN, so that a use after free shows in the answer. Slow.
     """
 
     fidelity: str = "balanced"
@@ -59,6 +61,7 @@ class SuffixCacheConfig:
     max_bytes: int | None = None
     ttl: float | None = 300.0
     namespace: str = ""
+    debug: bool = False
 
     def __post_init__(self):
         if self.fidelity not in FIDELITIES:
@@ -77,6 +80,8 @@ class SuffixCacheConfig:
             _check_number("ttl", self.ttl, 0.0, float("inf"))
         if not isinstance(self.namespace, str):
             raise TypeError(f"`namespace` must be a string, got {self.namespace!r}.")
+        if not isinstance(self.debug, bool):
+            raise TypeError(f"`debug` must be True or False, got {self.debug!r}.")
 
     def replace(self, **changes) -> "SuffixCacheConfig":
         """A copy with some fields changed; unknown names raise `TypeError` that lists the legal ones."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 SINK_TOKENS = 16

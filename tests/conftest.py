@@ -1,6 +1,5 @@
 """Seeds, one thread, and what every test must leave as it was: models, transformers' generate, the warnings."""
 
-import functools
 import random
 
 import numpy as np
@@ -28,7 +27,7 @@ def pytest_configure(config):
 def small_and_poisoned_pools(monkeypatch):
     """Every cache of the suite fills freed memory with NaN, and takes memory in equally small slabs everywhere."""
     monkeypatch.setattr("hf_suffix_cache.store.store.free_bytes", lambda device: 256 << 20)
-    monkeypatch.setattr("hf_suffix_cache.cache.Store", functools.partial(Store, poison=True))
+    monkeypatch.setattr("hf_suffix_cache.cache.Store", lambda config: Store(config.replace(debug=True)))
 
 
 @pytest.fixture(autouse=True)

@@ -49,16 +49,14 @@ class Store:
     Pools, shelves, sequences. Every method takes the lock; what a view holds is referenced and can't be evicted.
 
     Args:
-        config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations` are read.
+        config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations`, `debug` are read.
         clock (callable): Seconds, for the order of use.
-        poison (`bool`): Debug mode of the pools.
     """
 
-    def __init__(self, config: SuffixCacheConfig, clock: Callable[[], float] = time.monotonic, poison: bool = False):
+    def __init__(self, config: SuffixCacheConfig, clock: Callable[[], float] = time.monotonic):
         self.lock = threading.RLock()
         self.config = config
         self.clock = clock
-        self.poison = poison
         self.budget = Budget(config.max_bytes)
         self.pools: dict[tuple[LayerShape, ...], BlockPool] = {}
         self.shelves: dict[tuple, Shelf] = {}
@@ -199,7 +197,7 @@ class Store:
         if self.budget.max_bytes is None:
             self.budget.max_bytes = free_bytes(shapes[0].device) // 4
         if shapes not in self.pools:
-            self.pools[shapes] = BlockPool(shapes, self.config.block_size, self.budget, self.poison)
+            self.pools[shapes] = BlockPool(shapes, self.config.block_size, self.budget, self.config.debug)
         return self.pools[shapes]
 
     def _drop_shelf(self, key: tuple) -> None:
