@@ -4,15 +4,13 @@ import threading
 
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.attention import NAME, Probe, attention_weights, open_pass, own_implementation
-from hf_suffix_cache.repair import FullRepair
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from reference import ask, same_answer
-from tiny_models import A, B, C, head, make_model, question
+from reference import ask, same_answer, stored
+from tiny_models import A, B, C, head, living_models, make_model, question
 
 IDS = torch.tensor([head(0, 40)])
 STORED = head(0) + A + B + C + question(0)
@@ -45,9 +43,11 @@ def flash_like(calls):
 @pytest.fixture
 def flash_calls():
     calls = []
-    AttentionInterface.register("flash_like", flash_like(calls))
-    AttentionMaskInterface.register("flash_like", lambda *args, **kwargs: None)
-    return calls
+    AttentionInterface.register("maskless", flash_like(calls))
+    AttentionMaskInterface.register("maskless", lambda *args, **kwargs: None)
+    yield calls
+    for model in living_models():
+        model.set_attn_implementation("sdpa")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -77,7 +77,7 @@ def test_probe_changes_no_answer_and_leaves_the_model_as_it_was():
 
 def test_other_threads_get_the_models_own_attention_and_mask(flash_calls):
     model = make_model("llama")
-    model.set_attn_implementation("flash_like")
+    model.set_attn_implementation("maskless")
     want, seen = logits(model), {}
     flash_calls.clear()
 
@@ -92,30 +92,29 @@ def test_other_threads_get_the_models_own_attention_and_mask(flash_calls):
         logits(model)
         assert len(flash_calls) == 3  # this thread's pass ran as sdpa
     assert torch.allclose(seen["logits"], want, atol=1e-5)
-    assert model.config._attn_implementation == "flash_like"
+    assert model.config._attn_implementation == "maskless"
 
 
 def test_switch_is_counted_and_goes_back_after_an_exception(flash_calls):
     model = make_model("llama")
-    model.set_attn_implementation("flash_like")
+    model.set_attn_implementation("maskless")
     with pytest.raises(KeyboardInterrupt), open_pass(model):
         with open_pass(model, Probe(8, 0)):
             assert model.config._attn_implementation == NAME
         assert model.config._attn_implementation == NAME  # the outer pass is still open
         raise KeyboardInterrupt
-    assert model.config._attn_implementation == "flash_like"
+    assert model.config._attn_implementation == "maskless"
 
 
 def test_model_set_to_flash_attention_runs_scattered_passes_as_sdpa(flash_calls):
     model = make_model("llama")
-    want = ask(model, MOVED)
-    model.set_attn_implementation("flash_like")
-    cache = SuffixCache(repair=FullRepair())
-    ask(model, STORED, cache)
+    want = ask(model, MOVED, stored(model, STORED))
+    model.set_attn_implementation("maskless")
+    cache = stored(model, STORED)
     flash_calls.clear()
     got = ask(model, MOVED, cache)
-    assert got.report.repaired_tokens > 0
-    same_answer(got, want)  # all moved rows recomputed: the answer of a full prefill
+    assert got.report.shifted_tokens and got.report.repaired_tokens
+    same_answer(got, want)  # what the same request gives under sdpa, where the model builds its masks
     assert set(flash_calls) == {1}  # decoding went on as the model's own
     assert NAME in ALL_MASK_ATTENTION_FUNCTIONS  # attention without its mask function would make no mask at all
 

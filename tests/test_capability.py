@@ -30,7 +30,6 @@ def test_reasons_say_what_was_found():
     reasons = {kind: measure(make_model(kind)).reason for kind in UNSUPPORTED}
     assert "values" not in reasons["gpt_neox"] and "full-width rotation" in reasons["gpt_neox"]
     assert "full-width rotation" in reasons["cohere"]
-    assert "encoder-decoder" in reasons["t5"]
 
 
 def test_length_dependent_frequencies_are_refused():

@@ -20,6 +20,7 @@ TIERS = [
 ]
 # Edges inside a tier, each with its reason.
 SIDEWAYS = {
+    ("__main__", "__init__"): "the command shows the version",
     ("report", "planning"): "a report shows Span",
     ("view", "capability"): "a view is laid out as the model was measured",
 }
