@@ -46,10 +46,10 @@ class Table:
         """With what the figures were measured."""
         row = next(iter(self.rows.values()))
         models = {other["model"] for other in self.rows.values()}
-        return (
-            f"{row['model'] if len(models) == 1 else f'{len(models)} models'}, {row['dtype']}, {row['machine']}, {row['threads']} threads, torch {row['torch']}, "
-            f"transformers {row['transformers']}, {row['date']}"
-        )
+        model = row["model"] if len(models) == 1 else f"{len(models)} models"
+        where = f"{row['machine']}, {row['threads']} threads"
+        versions = f"torch {row['torch']}, transformers {row['transformers']}"
+        return f"{model}, {row['dtype']}, {where}, {versions}, {row['date']}"
 
 
 def main() -> None:

@@ -135,7 +135,8 @@ def show(title: str, outcome: Outcome, console: Console) -> None:
     if report.reason:
         console.print(Text(f"  {report.reason}"))
     for label, text, style in (("with cache", outcome.cached, "green"), ("without", outcome.plain, "cyan")):
-        console.print(Padding(Text(f"{label:<10}  ", style=style) + Text(" ".join(text.split())), (0, 2), expand=False))
+        line = Text(f"{label:<10}  ", style=style) + Text(" ".join(text.split()))
+        console.print(Padding(line, (0, 2), expand=False))
 
 
 def failures(results, options: Options) -> list[str]:

@@ -126,14 +126,8 @@ CHAT_TURNS = [
         "Our next question is about stars. From our playground we can see hundreds of them on a clear night. What is "
         "a star made of?"
     ),
-    (
-        "Aisha has read that the Sun is a star as well. If that is so, why does it look so much bigger than the "
-        "others?"
-    ),
-    (
-        "Ben asks about Saturn. In the pictures it has beautiful rings around it. What are the rings of Saturn made "
-        "of?"
-    ),
+    ("Aisha has read that the Sun is a star as well. If that is so, why does it look so much bigger than the others?"),
+    ("Ben asks about Saturn. In the pictures it has beautiful rings around it. What are the rings of Saturn made of?"),
 ]
 CHAT_AFTER_LOSS = [
     "Before the bell rings: Tom was not listening. Could you tell him again who was the first to walk on the Moon?",

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 import torch
-from hf_suffix_cache.attention import NAME, Probe, attention_weights, open_pass, own_implementation
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from hf_suffix_cache.attention import NAME, Probe, attention_weights, open_pass, own_implementation
 from reference import ask, same_answer, stored
 from tiny_models import A, B, C, head, living_models, make_model, question
 

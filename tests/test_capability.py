@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hf_suffix_cache.capability import PROBE_TOKENS, CapabilityTable, cache_argument, measure
 
+from hf_suffix_cache.capability import PROBE_TOKENS, CapabilityTable, cache_argument, measure
 from tiny_models import SUPPORTED, UNSUPPORTED, fingerprint, make_model
 
 

@@ -25,7 +25,13 @@ SIDEWAYS = {
     ("view", "capability"): "a view is laid out as the model was measured",
 }
 # Parts of a module that has been split, one noun a file: they belong to the module named here.
-PART_OF = {"strip": "report", "comparison": "cache", "registration": "cache", "diagnosis": "cache", "inputs": "request"}
+PART_OF = {
+    "strip": "report",
+    "inputs": "request",
+    "comparison": "cache",
+    "registration": "cache",
+    "diagnosis": "cache",
+}
 FORBIDDEN = {("generation", "store"): "generation knows a store by its open_view method only"}
 MAY_NAME_TRANSFORMERS = {"__main__", "cache", "view", "generation", "attention", "capability", "learn"}
 WITHOUT_TORCH = {"config", "planning", "repair", "report"}

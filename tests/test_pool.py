@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from hf_suffix_cache import PoolExhausted
 from hf_suffix_cache.rope import RotarySpec, rotate_keys
 from hf_suffix_cache.store.pool import SLAB_BITS, BlockPool, Budget, LayerShape

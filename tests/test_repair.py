@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.repair import (
     FirstRows,
@@ -12,7 +13,6 @@ from hf_suffix_cache.repair import (
     budget,
     preset,
 )
-
 from reference import ask, kinds_of, moved_pieces, stored
 from tiny_models import A, B, head, make_model, question
 
@@ -80,7 +80,7 @@ def test_policy_of_the_callers_chooses_the_rows():
     cache = stored(model, head(0) + A + B + question(0))
     report = ask(model, head(1) + B + A + question(1), cache.using(repair=EveryFifth())).report
     kinds = kinds_of(report)
-    for start, stop, _ in moved_pieces(report):
+    for start, _, _ in moved_pieces(report):
         assert kinds[start : start + 4] == ["repaired"] * 4  # seam rows come on top
     rest = [kind for start, stop, _ in moved_pieces(report) for kind in kinds[start + 4 : stop]]
     assert rest[::5] == ["repaired"] * len(rest[::5]) and rest.count("repaired") == len(rest[::5])

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hf_suffix_cache.rope import RotarySpec, rotate_keys
 
+from hf_suffix_cache.rope import RotarySpec, rotate_keys
 from tiny_models import make_model
 
 FREQUENCIES = 10000.0 ** (-torch.arange(8, dtype=torch.float64) / 8)

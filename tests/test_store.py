@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache
-from hf_suffix_cache.store.pool import SLAB_BITS
 from transformers import LogitsProcessorList
 
+from hf_suffix_cache import SuffixCache
+from hf_suffix_cache.store.pool import SLAB_BITS
 from reference import ask, check_pool, same_as_vanilla, stored
 from tiny_models import A, B, C, head, make_model, new_text, old_text, question
 
