@@ -71,7 +71,7 @@ class SuffixCache(Cache):
         if not isinstance(config, SuffixCacheConfig):
             raise TypeError(f"`config` must be a SuffixCacheConfig, got {config!r}; fields go in by keyword.")
         self._start(_Owned(config.replace(**fields)), config.replace(**fields))
-        weakref.finalize(self, _hint_if_short_lived, self._calls)
+        weakref.finalize(self, _hint_if_short_lived, self._calls).atexit = False
         generation.install()
 
     def _start(self, owned: _Owned, config: SuffixCacheConfig) -> None:

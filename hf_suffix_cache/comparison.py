@@ -43,11 +43,10 @@ def compare(handle, model: PreTrainedModel, inputs: dict) -> Comparison:
     it is stored and counted. Sampling draws from the global generator in both runs, from the same state.
     """
     inputs = {**inputs, "return_dict_in_generate": True, "output_logits": True}
-    state = torch.get_rng_state()
     started = time.perf_counter()
-    full = model.generate(**inputs)
+    with torch.random.fork_rng():
+        full = model.generate(**inputs)
     between = time.perf_counter()
-    torch.set_rng_state(state)
     reused = model.generate(**inputs, cache=handle)
     ended = time.perf_counter()
     report = handle.last_report

@@ -327,13 +327,22 @@ class Request:
         whole = tokens.shape[1] == view.get_seq_length() and not view.altered
         with view.store.lock:
             self._give_back()
-            if self.rows and whole:
-                frequencies = self.frequencies()
-                for number in range(len(tokens)):
-                    if self.store_answer or number % self.batch.group == 0:
-                        view.store.commit(view.shelf, self._draft(number, tokens[number]), frequencies, handed_out)
+            try:
+                if self.rows and whole:
+                    self._commit(tokens, handed_out)
+            except Exception:  # the answer is there and right: a fault in storing must not take it from the caller
+                logger.warning("storing failed: the rows of this model are forgotten", exc_info=True)
+                view.store.drop(view.shelf)
             self._close(handed_out)
         self.report.timings["total"] = time.perf_counter() - self.started
+
+    def _commit(self, tokens: np.ndarray, handed_out: bool) -> None:
+        """Store each row of `tokens`, `[batch, columns]`, all that was fed to the model."""
+        frequencies = self.frequencies()
+        for number in range(len(tokens)):
+            if self.store_answer or number % self.batch.group == 0:
+                draft = self._draft(number, tokens[number])
+                self.view.store.commit(self.view.shelf, draft, frequencies, handed_out)
 
     def abort(self) -> None:
         """The call failed: nothing is stored, everything is let go."""

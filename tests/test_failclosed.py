@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+import transformers
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_suffix_cache import SuffixCache, UnsupportedModelError
@@ -359,3 +360,79 @@ def test_model_does_not_keep_the_cache_alive():
     gc.collect()
     assert gone() is None
     ask(model, PROMPT)
+
+
+def test_fault_in_storing_keeps_the_answer_and_forgets_the_rows(monkeypatch):
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("disk on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._store, "commit", broken)
+        same_as_vanilla(model, PROMPT + new_text(9, 1), cache)
+    assert cache.stats.segments == 0
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == 0
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1
+    check_pool(cache)
+
+
+@pytest.mark.parametrize("broken_part", ["match", "runs"])
+def test_fault_in_planning_is_a_full_prefill_with_a_reason(monkeypatch, broken_part):
+    model, cache = make_model("llama"), SuffixCache()
+    ask(model, PROMPT, cache)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("index on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hf_suffix_cache.store.shelf.Shelf.{broken_part}", broken)
+        report = same_as_vanilla(model, new_text(5, 2) + PROMPT + new_text(40, 1), cache).report
+        assert "index on fire" in report.reason and report.new_tokens == report.prompt_tokens
+    check_pool(cache)
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1
+
+
+def test_fault_in_materialising_is_a_full_prefill_with_a_reason(monkeypatch):
+    model, cache = make_model("llama"), SuffixCache()
+    ask(model, PROMPT, cache)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_suffix_cache.store.pool.BlockPool.copy_rows", broken)
+        report = same_as_vanilla(model, new_text(5, 2) + PROMPT + new_text(40, 1), cache).report
+        assert "no memory" in report.reason and report.computed_rows == report.prompt_tokens
+    check_pool(cache)
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1
+
+
+def test_model_that_drops_its_cache_is_reported():
+    """Phi-3 runs without the cache that it was given once a prompt crosses `original_max_position_embeddings`."""
+    config = transformers.Phi3Config(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        original_max_position_embeddings=32,
+        max_position_embeddings=32,
+        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=1.0),
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model, cache = transformers.Phi3ForCausalLM(config).eval(), SuffixCache()
+    ids = torch.tensor([PROMPT])
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+    want = model.generate(ids, **options)
+    for _ in range(3):
+        assert torch.equal(model.generate(ids, cache=cache, **options), want)
+        check_report(cache.last_report)
+        assert cache.last_report.prompt_tokens == len(PROMPT)
+    check_pool(cache)

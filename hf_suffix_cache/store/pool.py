@@ -227,7 +227,13 @@ class BlockPool:
             raise PoolExhausted(f"{rows} rows need {rows * self.row_bytes} bytes, {self.budget.left} are left.")
         # a sixteenth of the budget at a time: few slabs, and room behind each conversation to go on in place
         wanted = max(2 * rows, self.budget.max_bytes // 16 // self.row_bytes)
-        slab = Slab(self._next_number, min(self.round_up(wanted), left), self.block_size, self.groups)
+        try:
+            slab = Slab(self._next_number, min(self.round_up(wanted), left), self.block_size, self.groups)
+        except (
+            RuntimeError,
+            MemoryError,
+        ) as error:  # out of memory, as torch says it
+            raise PoolExhausted(f"the device has no room for another slab: {error}") from error
         self._next_number += 1
         self.slabs[slab.number] = slab
         self.budget.taken += slab.rows * self.row_bytes

@@ -154,6 +154,12 @@ class Store:
             for key in [key for key in self.shelves if key[0] is identity]:
                 self._drop_shelf(key)
 
+    def drop(self, shelf: Shelf) -> None:
+        """Forget all that is on one shelf."""
+        with self.lock:
+            for key in [key for key, held in self.shelves.items() if held is shelf]:
+                self._drop_shelf(key)
+
     def forget_lost(self, lost: Callable) -> None:
         """Forget identities of which `lost(identity)` says that their model is gone."""
         with self.lock:
