@@ -308,10 +308,11 @@ def _divergence_by_round(model, seed: int, rounds: int = 10) -> list[float]:
     return divergences
 
 
+@pytest.mark.parametrize("conversations", [12, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", CORE)
-def test_o7_divergence_does_not_grow_over_a_conversation(kind):
+def test_o7_divergence_does_not_grow_over_a_conversation(kind, conversations):
     model = make_model(kind)
-    table = torch.tensor([_divergence_by_round(model, 1000 * number) for number in range(12)])
+    table = torch.tensor([_divergence_by_round(model, 1000 * number) for number in range(conversations)])
     early, late = table[:, 1:4].mean().item(), table[:, 7:10].mean().item()
     assert table[:, 0].mean() > 1e-6  # control: the chat is approximate at all
     assert late <= 1.2 * early + 1e-6, (early, late)
