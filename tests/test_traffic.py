@@ -101,11 +101,9 @@ def _several(traffic, model, handle, fidelity: str) -> None:
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 15))])
 def test_every_oracle_holds_under_random_traffic(kind, rows, seed):
     model, traffic = make_model(kind, spy=True), Traffic(seed)
-    cache = SuffixCache(
-        max_bytes=None if rows is None else rows * ROW,
-        keep_conversations=(4, 1, 0)[seed % 3],
-        block_size=(16, 5, 1)[seed % 3],
-    )
+    budget = None if rows is None else rows * ROW
+    keep, block = ((4, 16), (1, 5), (0, 1))[seed % 3]
+    cache = SuffixCache(max_bytes=budget, keep_conversations=keep, block_size=block)
     for number in range(60):
         fidelity = str(traffic.random.choice(["exact", "balanced", "fast"]))
         request = _several if traffic.random.random() < 0.2 else _one
