@@ -8,7 +8,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_suffix_cache import SuffixCache
-from hf_suffix_cache.store.pool import SLAB_BITS
+from hf_suffix_cache.store.store import growth_room
 from reference import ask, check_pool, same_as_vanilla, stored
 from tiny_models import A, B, C, head, make_model, new_text, old_text, question
 
@@ -115,22 +115,40 @@ def test_compaction_leaves_slabs_alone_in_which_a_call_is_running():
     check_pool(cache)
 
 
-def test_conversation_goes_on_in_place_after_compaction():
+def test_conversation_goes_on_in_place_after_compaction_and_then_gets_room_again():
     model = make_model("llama", spy=True)
     cache = SuffixCache(fidelity="exact")
     for number in range(3):
         ask(model, old_text(70, 60 + number), cache, steps=1)
     shelf_of(cache).remove(next(iter(shelf_of(cache).sequences)))
+    ids = torch.tensor([old_text(70, 61) + new_text(9, 1)])
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    want = model.generate(ids, **options)
     cache.compact()
-    prompt = old_text(70, 62)
-    sequence = next(each for each in shelf_of(cache).sequences if each.ids[:70].tolist() == prompt)
-    where = None if sequence.extent is None else sequence.extent.start
-    model.generate(
-        torch.tensor([prompt + new_text(9, 1)]), attention_mask=torch.ones(1, 79), cache=cache, max_new_tokens=1
-    )
-    grown = next(each for each in shelf_of(cache).sequences if len(each.ids) == 79)
-    assert where is not None and grown.extent.start == where
-    assert (grown.recipe.segments[0].addresses & ((1 << SLAB_BITS) - 1)).min() == where
+    assert torch.equal(model.generate(ids, cache=cache, **options), want)
+    assert cache.last_report.exact_tokens == 70
+    grown = next(each for each in shelf_of(cache).sequences if len(each.ids) == 81)
+    assert shelf_of(cache).pool.free_behind(grown.extent) >= growth_room(81)
+    check_pool(cache)
+
+
+def test_conversation_without_room_behind_it_is_moved_when_its_answer_is_out():
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact", max_bytes=4000 * ROW)
+    ids = torch.tensor([old_text(70, 61)])
+    model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=3)
+    (sequence,) = shelf_of(cache).sequences
+    pool, before, size = shelf_of(cache).pool, stored_rows(cache, sequence), sequence.extent.rows
+    wall = pool.grow_in_place(sequence.extent, sequence.extent.rows + 16)  # somebody else takes the block behind it
+    pool.release(sequence.extent)
+    ids = torch.tensor([sequence.ids.tolist() + new_text(3, 1)])
+    model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=1)
+    (grown,) = shelf_of(cache).sequences
+    assert pool.free_behind(grown.extent) >= growth_room(len(grown.ids))
+    assert torch.equal(stored_rows(cache, grown)[..., : len(sequence.ids), :], before)
+    pool.retain(wall.part(0, size))
+    pool.release(wall)
+    check_pool(cache)
 
 
 def test_rows_of_a_dead_model_are_forgotten():

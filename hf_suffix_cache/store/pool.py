@@ -155,29 +155,37 @@ class BlockPool:
         """`rows` rounded up to whole blocks."""
         return -(-max(rows, 1) // self.block_size) * self.block_size
 
-    def allocate(self, rows: int, batch: int = 1) -> Extent:
+    def allocate(self, rows: int, batch: int = 1, spare: int = 0) -> Extent:
         """
         A referenced extent of `batch` runs of at least `rows` rows.
 
         It is taken from the middle of the largest free range, so that the extent before it has room to grow in place.
-        Raises `PoolExhausted` where neither a slab nor the budget has room.
+        With `spare`, that many rows behind it are free too, if a slab or the budget has them. Raises `PoolExhausted`
+        where neither has room for the extent itself.
         """
         rows = self.round_up(rows)
-        blocks = batch * rows // self.block_size
-        best = None
-        for slab in self.slabs.values():
-            for start, stop in slab.free_ranges():
-                if stop - start >= blocks and (best is None or stop - start > best[2] - best[1]):
-                    best = (slab, start, stop)
-        if best is None:
-            slab = self._new_slab(batch * rows)
-            best = (slab, 0, len(slab.references))
-        slab, start, stop = best
-        spare = stop - start - blocks
-        if start > 0 and spare > blocks // 2:
-            start += spare // 2
+        blocks, behind = batch * rows // self.block_size, spare // self.block_size
+        slab, start, stop = max(self._free_ranges(), key=lambda found: found[2] - found[1], default=(None, 0, 0))
+        for wanted in (batch * rows + spare, batch * rows):
+            if stop - start < wanted // self.block_size:
+                try:
+                    slab = self._new_slab(wanted)
+                    start, stop = 0, len(slab.references)
+                except PoolExhausted:
+                    if wanted == batch * rows:
+                        raise
+        left = stop - start - blocks
+        if start > 0 and left > blocks // 2 + 2 * behind:
+            start += left // 2
         slab.references[start : start + blocks] += 1
         return Extent(slab, start * self.block_size, rows, batch)
+
+    def free_behind(self, extent: Extent) -> int:
+        """Free rows directly behind an extent."""
+        first = (extent.start + extent.batch * extent.rows) // self.block_size
+        taken = np.flatnonzero(extent.slab.references[first:])
+        blocks = int(taken[0]) if len(taken) else len(extent.slab.references) - first
+        return blocks * self.block_size
 
     def allocate_private(self, rows: int, batch: int = 1) -> Extent:
         """An extent outside pool and budget, for a call that has to go without storing."""
@@ -221,8 +229,13 @@ class BlockPool:
         self.budget.taken -= freed
         return freed
 
+    def _free_ranges(self) -> list[tuple[Slab, int, int]]:
+        """Every free range of blocks."""
+        return [(slab, *free) for slab in self.slabs.values() for free in slab.free_ranges()]
+
     def _new_slab(self, rows: int) -> Slab:
         left = self.budget.left // self.row_bytes // self.block_size * self.block_size
+        rows = self.round_up(rows)
         if left < rows:
             raise PoolExhausted(f"{rows} rows need {rows * self.row_bytes} bytes, {self.budget.left} are left.")
         # a sixteenth of the budget at a time: few slabs, and room behind each conversation to go on in place

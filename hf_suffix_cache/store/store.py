@@ -17,6 +17,9 @@ from .pool import BlockPool, Budget, Extent, LayerShape
 from .segments import DERIVED, EXACT, Segment
 from .shelf import Recipe, Sequence, Shelf
 
+GROWTH_ROWS = (
+    512  # room that a kept conversation finds behind it for its next turn, or half its length if that is more
+)
 PACK_WASTE = 1.25  # blocks that a segment holds over those that it fills, from which its rows are packed
 
 
@@ -79,7 +82,7 @@ class Store:
             self._release_orphans()
             while True:
                 try:
-                    return shelf.pool.allocate(rows, batch)
+                    return shelf.pool.allocate(rows, batch, spare=growth_room(rows) if batch == 1 else 0)
                 except PoolExhausted:
                     if not self._make_room(shelf.pool):
                         return shelf.pool.allocate_private(rows, batch)
@@ -134,6 +137,7 @@ class Store:
             shelf.add(sequence)
             shelf.unpin(sequence.recipe.segments)
             self._touch(sequence)
+            self._give_growth_room(shelf, sequence)
             self._demote_old()
             return sequence
 
@@ -280,6 +284,34 @@ class Store:
             recipe.segments.append(segment)
         return Sequence(draft.ids, recipe, draft.exact, draft.prompt_length, draft.hops)
 
+    def _give_growth_room(self, shelf: Shelf, sequence: Sequence) -> None:
+        """
+        Move a conversation that has no room to grow, now that its answer is out: its next turn then goes on in place.
+        The room is a share of its length, so that a row is moved a bounded number of times.
+        """
+        old, pool, columns = sequence.extent, shelf.pool, len(sequence.ids)
+        room = growth_room(columns)
+        if old is None or self.config.keep_conversations == 0 or pool.free_behind(old) >= room:
+            return
+        try:
+            new = pool.allocate(columns, spare=room)
+        except PoolExhausted:
+            return
+        if pool.free_behind(new) <= pool.free_behind(old):
+            pool.release(new)
+            return
+        rows = np.arange(columns)
+        first, last = old.addresses(0, rows[[0, -1]]).tolist()
+        pool.copy_rows(old.addresses(0, rows), new, 0, rows, np.zeros_like(rows), {})
+        for segment in sequence.recipe.segments:
+            if first <= segment.addresses[0] <= last:
+                moved = segment.addresses - first + int(new.addresses(0, rows[:1])[0])
+                pool.retain_rows(moved)
+                pool.release_rows(segment.addresses)
+                segment.addresses = moved
+        pool.release(old)
+        sequence.extent = new
+
     def _demote_old(self) -> None:
         """Keep the extents of the newest `keep_conversations` sequences; pack the rows of the others."""
         kept = [
@@ -306,6 +338,11 @@ class Store:
         pool.copy_rows(segment.addresses, extent, 0, columns, np.zeros_like(columns), frequencies)
         pool.release_rows(segment.addresses)
         segment.addresses = extent.addresses(0, columns)
+
+
+def growth_room(columns: int) -> int:
+    """Free rows that a conversation of so many rows should have behind it."""
+    return max(GROWTH_ROWS, columns // 2)
 
 
 def free_bytes(device: torch.device) -> int:
