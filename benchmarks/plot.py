@@ -47,6 +47,7 @@ class Table:
         row = next(iter(self.rows.values()))
         models = {other["model"] for other in self.rows.values()}
         model = row["model"] if len(models) == 1 else f"{len(models)} models"
+        model = row["model"] if len(models) == 1 else f"{len(models)} models"
         where = f"{row['machine']}, {row['threads']} threads"
         versions = f"torch {row['torch']}, transformers {row['transformers']}"
         return f"{model}, {row['dtype']}, {where}, {versions}, {row['date']}"
