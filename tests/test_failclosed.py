@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 import transformers
+from hf_suffix_cache import SuffixCache, UnsupportedModelError
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from hf_suffix_cache import SuffixCache, UnsupportedModelError
 from reference import (
     Recorder,
     ask,

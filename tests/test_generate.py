@@ -6,10 +6,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from hf_suffix_cache import SuffixCache
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_suffix_cache import SuffixCache
 from reference import (
     Recorder,
     ask,
@@ -189,6 +189,8 @@ def test_returned_cache_may_be_changed_by_the_caller():
         for layer in view_of(got.output).layers:
             layer.keys.fill_(1000.0)
             layer.values.mul_(-3.0)
+        turn = same_as_vanilla(model, got.tokens() + new_text(9, 1), cache)  # it must not go on in the caller's memory
+        assert turn.report.exact_tokens == len(got.tokens()) - 1
     assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1
 
 
@@ -210,8 +212,10 @@ def test_returned_cache_continues_in_a_plain_forward():
 def test_returned_cache_stays_as_it_is_when_later_requests_run():
     model = make_model("llama")
     cache = SuffixCache(fidelity="exact", keep_conversations=1)
-    view = view_of(ask(model, PROMPT, cache, return_dict_in_generate=True).output)
+    first = ask(model, PROMPT, cache, return_dict_in_generate=True)
+    view = view_of(first.output)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in view.layers]
+    ask(model, first.tokens() + new_text(30, 8), cache)
     for number in range(6):
         ask(model, PROMPT + new_text(30, number), cache)
     cache.clear()
