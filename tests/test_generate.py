@@ -184,13 +184,14 @@ def test_dictionary_output_has_the_same_scores_and_logits(mode):
 def test_returned_cache_may_be_changed_by_the_caller():
     model = make_model("llama")
     cache = SuffixCache(fidelity="exact")
-    for _ in range(4):
+    for number in range(4):
         got = same_as_vanilla(model, PROMPT, cache, return_dict_in_generate=True)
         for layer in view_of(got.output).layers:
             layer.keys.fill_(1000.0)
             layer.values.mul_(-3.0)
-        turn = same_as_vanilla(model, got.tokens() + new_text(9, 1), cache)  # it must not go on in the caller's memory
-        assert turn.report.exact_tokens == len(got.tokens()) - 1
+        # the next turn must not go on in the caller's memory
+        turn = same_as_vanilla(model, got.tokens() + new_text(9, number), cache)
+        assert turn.report.exact_tokens >= len(got.tokens()) - 1
     assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1
 
 

@@ -4,8 +4,6 @@ With the default `initializer_range` a random model hardly uses its context, so 
 last logits depend on the whole prompt (`test_oracles.py` begins with that control).
 """
 
-import weakref
-
 import numpy as np
 import torch
 import transformers
@@ -109,7 +107,7 @@ _ENCODER_DECODER = {
 }
 CONFIGS = {**SUPPORTED, **UNSUPPORTED, **_ENCODER_DECODER}
 
-_made: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
+_made: list[torch.nn.Module] = []  # held until the test that made them has been checked
 
 
 def make_model(kind: str = "llama", seed: int = 0, attention: str = "sdpa", spy: bool = False, **config_changes):
@@ -137,12 +135,12 @@ def make_model(kind: str = "llama", seed: int = 0, attention: str = "sdpa", spy:
 
         model.spy = LayerSpy(model)
     model.baseline = fingerprint(model)
-    _made.add(model)
+    _made.append(model)
     return model
 
 
 def living_models() -> list:
-    """The models of the factory that are still referenced somewhere."""
+    """The models that the factory has made and that were not forgotten since."""
     return list(_made)
 
 
@@ -193,5 +191,5 @@ def head(number: int, length: int = 12) -> list[int]:
 
 
 def forget(model) -> None:
-    """Take a model out of the list that is checked after every test."""
-    _made.discard(model)
+    """Let go of a model: it is not checked when the test ends, or has been."""
+    _made[:] = [other for other in _made if other is not model]
