@@ -34,12 +34,13 @@ OTHER_MEMBERS = ("get_seq_length", "get_mask_sizes", "get_query_offset", "is_sli
 
 @dataclass
 class NothingOptions(Options):
-    """`tokens` of a prompt, `new_tokens` generated after it, prompts `stored` beforehand, `data` as in `reorder`."""
+    """`tokens` of a prompt, `new_tokens` generated after it, prompts `stored` beforehand, `data`; plain `pairs` too?"""
 
     tokens: int = 700
     new_tokens: int = 32
     stored: int = 10
     data: str = "wiki"
+    pairs: bool = True
 
 
 @dataclass
@@ -115,7 +116,8 @@ def main() -> None:
     prompts = data.plain_prompts(tokenizer, options.data, wanted, options.tokens, options.seed)
     results = Results("nothing_in_common", "SmolLM2-135M-Instruct", "float32", options)
     measure_own_time(model, prompts, options, results)
-    measure_pairs(model, prompts, options, results)
+    if options.pairs:
+        measure_pairs(model, prompts, options, results)
 
 
 def filled(model, prompts: list[list[int]], options: NothingOptions) -> SuffixCache:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_suffix_cache.store.store import Store
 from transformers.generation.utils import GenerationMixin
 
+from hf_suffix_cache.store.store import Store
 from tiny_models import fingerprint, forget, living_models
 
 ORIGINAL_GENERATE = GenerationMixin.generate  # importing the package must not change it

@@ -2,12 +2,12 @@
 
 import json
 
-import hf_suffix_cache
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache, UnsupportedModelError, diagnose, uninstall
 from transformers.generation.utils import GenerationMixin
 
+import hf_suffix_cache
+from hf_suffix_cache import SuffixCache, UnsupportedModelError, diagnose, uninstall
 from reference import (
     ask,
     check_pool,

@@ -3,9 +3,9 @@
 import random
 
 import pytest
-from hf_suffix_cache import SuffixCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_suffix_cache import SuffixCache
 from reference import (
     ask,
     check_pool,

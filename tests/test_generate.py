@@ -6,10 +6,10 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_suffix_cache import SuffixCache
 from reference import (
     Recorder,
     ask,

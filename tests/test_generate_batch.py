@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache
 
+from hf_suffix_cache import SuffixCache
 from reference import (
     ask,
     check_pool,

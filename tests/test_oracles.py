@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache
 from transformers import DynamicCache
 
+from hf_suffix_cache import SuffixCache
 from reference import (
     ask,
     cache_name,

@@ -1,10 +1,10 @@
 """`pipeline("text-generation")` with strings, chats and lists: the same text with a cache as without."""
 
 import pytest
-from hf_suffix_cache import SuffixCache
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, pipeline
 
+from hf_suffix_cache import SuffixCache
 from reference import check_pool, check_report
 from tiny_models import make_model
 

@@ -1,8 +1,8 @@
 """Settings: wrong ones are refused by name, value and range; JSON; keywords and config objects."""
 
 import pytest
-from hf_suffix_cache import SuffixCache, SuffixCacheConfig
 
+from hf_suffix_cache import SuffixCache, SuffixCacheConfig
 from reference import ask
 from tiny_models import make_model, new_text, old_text
 

@@ -5,10 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_suffix_cache import SuffixCache
 from reference import (
     ask,
     check_report,

@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList
 from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.store.store import growth_room
 from reference import ask, check_pool, same_as_vanilla, stored
-from tiny_models import A, B, C, head, make_model, new_text, old_text, question
+from tiny_models import A, B, C, forget, head, make_model, new_text, old_text, question
 
 ROW = 3 * 2 * 2 * 16 * 4  # bytes: layers x (keys, values) x kv heads x head_dim x fp32
 
@@ -153,7 +153,10 @@ def test_conversation_without_room_behind_it_is_moved_when_its_answer_is_out():
 
 def test_rows_of_a_dead_model_are_forgotten():
     cache = SuffixCache()
-    ask(make_model("llama"), old_text(50, 1), cache, steps=1)
+    model = make_model("llama")
+    ask(model, old_text(50, 1), cache, steps=1)
     assert cache.stats.segments
+    forget(model)
+    del model
     ask(make_model("llama", seed=1), old_text(50, 2), cache, steps=1)
     assert len(cache._store.shelves) == 1

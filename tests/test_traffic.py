@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from hf_suffix_cache import SuffixCache
 
+from hf_suffix_cache import SuffixCache
 from reference import (
     ask,
     check_pool,

@@ -145,13 +145,12 @@ def living_models() -> list:
 
 
 def fingerprint(model) -> dict:
-    """What a call must leave as it was: hooks of every module, instance attributes, configuration, mode."""
-    hooks = {}
-    for name, module in model.named_modules():
-        kinds = [key for key in vars(module) if key.endswith("_hooks") or key.endswith("_hooks_with_kwargs")]
-        hooks[name] = {kind: len(getattr(module, kind) or ()) for kind in kinds}
+    """
+    What a call must leave as it was: hooks of every module, instance attributes, configuration, mode. The hooks with
+    which transformers collects hidden states and attentions stay on a model for good, and don't count.
+    """
     return {
-        "hooks": hooks,
+        "hooks": {name: _foreign_hooks(module) for name, module in model.named_modules()},
         "attributes": sorted(set(vars(model)) - {"baseline"}),
         "forward": [name for name, module in model.named_modules() if "forward" in vars(module)],
         "attention": getattr(model.config, "_attn_implementation", None),
@@ -159,6 +158,13 @@ def fingerprint(model) -> dict:
         "generation_config": model.generation_config.to_dict(),
         "training": model.training,
     }
+
+
+def _foreign_hooks(module) -> list[str]:
+    hooks = [
+        hook for kind in vars(module) if kind.endswith("_hooks") for hook in (getattr(module, kind) or {}).values()
+    ]
+    return [str(hook) for hook in hooks if not getattr(hook, "__module__", "").startswith("transformers.")]
 
 
 def text(length: int, seed: int, low: int = FIRST_TEXT_ID, high: int = VOCAB) -> list[int]:
