@@ -34,7 +34,7 @@ OTHER_MEMBERS = ("get_seq_length", "get_mask_sizes", "get_query_offset", "is_sli
 
 @dataclass
 class NothingOptions(Options):
-    """`tokens` of a prompt, `new_tokens` generated after it, prompts `stored` beforehand, `data`; plain `pairs` too?"""
+    """`tokens` of a prompt, `new_tokens` after it, prompts `stored` beforehand, `data`; plain `pairs` too?"""
 
     tokens: int = 700
     new_tokens: int = 32
