@@ -230,6 +230,17 @@ class SuffixCache(Cache):
     def layers(self, value: list) -> None:
         self._thread.layers = value
 
+    @property
+    def _is_user_defined(self) -> bool:
+        """What transformers' own generate asks of a cache that it was given."""
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # only a generate without our wrapper (after `uninstall`) sets this, at its start: it begins a new sequence, and
+        # rows of the one before would be taken for its prompt's
+        self.reset()
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
         """Grow the private view; `ValueError` for what does not continue it, since masks are made before this."""
         if layer_idx == 0 and self.layers and self.get_seq_length():

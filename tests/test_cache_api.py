@@ -227,3 +227,16 @@ def test_public_names():
         "__version__",
     ):
         assert hasattr(hf_suffix_cache, name), name
+
+
+def test_generate_after_uninstall_takes_the_cache_for_an_ordinary_one():
+    """Not ours to serve then, but never a wrong answer: every call begins a new sequence."""
+    model, cache = make_model("llama"), SuffixCache()
+    uninstall()
+    try:
+        for prompt in (PROMPT, PROMPT[:20], PROMPT + new_text(9, 1), PROMPT):
+            ids = torch.tensor([prompt])
+            options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
+            assert torch.equal(model.generate(ids, cache=cache, **options), model.generate(ids, **options))
+    finally:
+        SuffixCache()  # installs the wrapper again
