@@ -237,7 +237,7 @@ class SuffixCache(Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        # only a generate without our wrapper (after `uninstall`) sets this, at its start: it begins a new sequence, and
+        # only a generate without our wrapper (after `uninstall`) sets this, at its start: a new sequence begins, and
         # rows of the one before would be taken for its prompt's
         self.reset()
 
