@@ -42,6 +42,8 @@ def compare(handle, model: PreTrainedModel, inputs: dict) -> Comparison:
     Run `model.generate(**inputs)` first without and then with the cache. The run with the cache is an ordinary call:
     it is stored and counted. Sampling draws from the global generator in both runs, from the same state.
     """
+    if inputs.get("input_ids") is None and inputs.get("inputs_embeds") is None:
+        raise ValueError("nothing to compare: pass generate's inputs by name, for example `**tokenizer(text, ...)`.")
     inputs = {**inputs, "return_dict_in_generate": True, "output_logits": True}
     started = time.perf_counter()
     with torch.random.fork_rng():

@@ -68,10 +68,15 @@ def diagnose(model: PreTrainedModel, ids) -> Diagnosis:
     Returns:
         `Diagnosis`. Raises `ValueError` if any weight lies on a later position, or the attention can't be read.
     """
+    if isinstance(ids, str):
+        raise TypeError("`ids` must be token ids, got a string; pass `tokenizer(text).input_ids`.")
     inputs = torch.as_tensor(ids, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     inputs = inputs[None] if inputs.dim() == 1 else inputs
     if inputs.dim() != 2 or inputs.shape[0] != 1 or inputs.shape[1] == 0:
         raise ValueError(f"`ids` must be one sequence of token ids, got shape {tuple(inputs.shape)}.")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if inputs.min() < 0 or inputs.max() >= vocabulary:
+        raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {inputs.min()} to {inputs.max()}.")
     probe = _FullProbe(inputs.shape[1])
     with torch.no_grad(), open_pass(model, probe):
         model(input_ids=inputs, attention_mask=torch.ones_like(inputs), use_cache=False)

@@ -25,6 +25,8 @@ _attached: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyD
 
 def is_suffix_cache(value) -> bool:
     """Whether a value is a store that views can be opened on."""
+    if isinstance(value, type) and hasattr(value, "open_view"):
+        raise TypeError(f"`cache` is the class {value.__name__}; make an object of it once and pass that.")
     return callable(getattr(value, "open_view", None))
 
 

@@ -1,9 +1,20 @@
-"""Which rows may meet: those of one model whose tensors have not changed since."""
+"""Which rows may meet: those of one model that computes as it did when they were stored."""
 
 import weakref
 from dataclasses import dataclass, field
 
 import torch
+
+# what changes a module's arithmetic without touching a tensor: scales, windows, and the state of peft's layers
+SETTINGS = (
+    "scaling",
+    "attention_scaling",
+    "sliding_window",
+    "_active_adapter",
+    "_disable_adapters",
+    "merged_adapters",
+)
+OURS = ("hf_suffix_cache.", "transformers.")
 
 
 @dataclass(eq=False)
@@ -13,11 +24,25 @@ class Identity:
 
     Args:
         model (`weakref.ref`): The model.
-        versions (`tuple`): Address and version counter of each of its tensors.
+        tensors (`list`): Weak reference, address and version counter of each of its tensors. The reference tells a
+            new tensor at the address of a freed one from the old one.
+        settings (`tuple`): What else its modules compute with, see `module_settings`.
     """
 
     model: weakref.ref
-    versions: tuple = field(repr=False)
+    tensors: list = field(repr=False)
+    settings: tuple = field(repr=False)
+
+    def still_holds(self, tensors: list, settings: tuple) -> bool:
+        """Whether the model's tensors and settings are those of this identity."""
+        return (
+            len(tensors) == len(self.tensors)
+            and settings == self.settings
+            and all(
+                reference() is tensor and (address, version) == _state(tensor)
+                for tensor, (reference, address, version) in zip(tensors, self.tensors, strict=True)
+            )
+        )
 
 
 class IdentityTable:
@@ -27,12 +52,20 @@ class IdentityTable:
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, Identity] = weakref.WeakKeyDictionary()
 
     def get(self, model: torch.nn.Module) -> tuple[Identity, Identity | None]:
-        """The model's identity now, and the one it had before if its tensors have changed."""
-        versions = tensor_versions(model)
+        """The model's identity now, and the one it had before if it has changed."""
+        modules = list(model.modules())
+        tensors = [
+            tensor
+            for module in modules
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        ]
+        settings = module_settings(modules)
         known = self._known.get(model)
-        if known is not None and known.versions == versions:
+        if known is not None and known.still_holds(tensors, settings):
             return known, None
-        current = Identity(weakref.ref(model), versions)
+        states = [(weakref.ref(tensor), *_state(tensor)) for tensor in tensors]
+        current = Identity(weakref.ref(model), states, settings)
         self._known[model] = current
         return current, known
 
@@ -41,11 +74,27 @@ class IdentityTable:
         return identity.model() is None
 
 
-def tensor_versions(model: torch.nn.Module) -> tuple:
-    """Address and version counter of every parameter and buffer. Tensors made in inference mode have no counter."""
-    return tuple(
-        (tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
-        for module in model.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
-        if tensor is not None
-    )
+def module_settings(modules: list[torch.nn.Module]) -> tuple:
+    """Settings, foreign hooks and replaced forwards of all modules, in order."""
+    found = []
+    for number, module in enumerate(modules):
+        own = module.__dict__
+        for name in SETTINGS:
+            if name in own:
+                found.append((number, name, repr(own[name])))
+        if "forward" in own:
+            found.append((number, "forward", id(own["forward"])))
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+            found += [(number, "hook", id(hook)) for hook in hooks if not _is_ours(hook)]
+    return tuple(found)
+
+
+def _is_ours(hook) -> bool:
+    """Hooks of this package, and those with which transformers collects outputs, change no row."""
+    return (getattr(hook, "__module__", None) or "").startswith(OURS)
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and version counter; tensors made in inference mode have no counter."""
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version

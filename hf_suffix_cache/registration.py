@@ -37,6 +37,8 @@ def _as_list(texts_or_ids) -> list:
         return [texts_or_ids]
     if isinstance(texts_or_ids, (torch.Tensor, np.ndarray)):
         return list(texts_or_ids) if texts_or_ids.ndim == 2 else [texts_or_ids]
+    if not isinstance(texts_or_ids, (list, tuple)):
+        raise TypeError(f"expected a text, token ids, or a list of either, got {type(texts_or_ids).__name__}.")
     texts = list(texts_or_ids)
     if texts and all(isinstance(item, (int, np.integer)) for item in texts):
         return [texts]

@@ -264,6 +264,11 @@ class Request:
             if policy.needs_attention and (seen is None or not request.spare):
                 continue
             positions = np.asarray(policy.select(request), dtype=np.int64)
+            if len(positions) and not (positions.min() >= 0 and positions.max() < len(row.ids)):
+                raise ValueError(
+                    f"{type(policy).__name__}.select named positions from {positions.min()} to {positions.max()} in a "
+                    f"prompt of {len(row.ids)} tokens."
+                )
             if len(positions) and not request.shifted[positions].all():
                 named = positions[~request.shifted[positions]].tolist()
                 raise ValueError(f"{type(policy).__name__}.select named rows that are not shifted: {named}.")
@@ -357,6 +362,8 @@ class Request:
         self._passes.close()
         for row in self.rows:
             self.view.shelf.unpin(row.segments())
+        # a cycle, or the frequencies' hold on the model, would keep both alive until a garbage collection
+        self.view.request = self.frequencies = None
         if handed_out:
             self.view.hand_out()
         else:

@@ -125,10 +125,27 @@ def _write(buffer, states, slots, start, first, stop) -> torch.Tensor:
             buffer.index_copy_(2, slots.to(buffer.device), states.to(buffer.dtype))
     if not (torch.is_grad_enabled() and states.requires_grad):
         return buffer[:, :, first:stop]
-    kept = buffer[:, :, :stop].detach()
+    kept = buffer[:, :, :stop].detach().clone()
     if slots is not None:
-        return kept.index_copy(2, slots.to(buffer.device), states)
-    return torch.cat([kept[:, :, first:start], states], dim=2)
+        return _WithoutGradient.apply(kept.requires_grad_()).index_copy(2, slots.to(buffer.device), states)
+    if start == first:
+        return states
+    return torch.cat([_WithoutGradient.apply(kept[:, :, first:start].requires_grad_()), states], dim=2)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Rows that were not computed in this forward: a gradient through them would be lost, so asking for it raises."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        raise RuntimeError(
+            "gradients can't flow through rows that a SuffixCache served. Run this forward without the cache, or "
+            "under torch.no_grad() if no gradient is wanted."
+        )
 
 
 class View(Cache):

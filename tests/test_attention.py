@@ -63,6 +63,7 @@ def test_probe_reads_what_eager_attention_gives(implementation):
     mean = torch.stack([weights[:, :, -8:].mean(dim=(1, 2)) for weights in want[1:]]).mean(dim=0)
     assert torch.allclose(probe.attention(), mean, atol=1e-6)
     assert not torch.allclose(probe.attention(), mean.flip(-1), atol=1e-3)  # control
+    model.set_attn_implementation("sdpa")  # as it was made
 
 
 def test_probe_changes_no_answer_and_leaves_the_model_as_it_was():

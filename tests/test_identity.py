@@ -145,3 +145,43 @@ def test_rows_stored_in_inference_mode_serve_every_mode():
             longer = ask(model, tokens + new_text(7, 1), cache, steps=1)
             work_is_reported(model, longer)
     assert kinds_of(longer.report).count("exact") >= len(tokens) - 1
+
+
+def test_settings_and_hooks_that_change_the_rows_are_noticed():
+    """Scales, windows, adapter states and foreign hooks change no tensor, and yet what the model computes."""
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+    attention = model.model.layers[1].self_attn
+
+    def check():
+        same_as_vanilla(model, PROMPT, cache)
+        assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1  # control: it is stored
+
+    check()
+    attention.scaling *= 2
+    check()
+    attention.scaling /= 2
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+    check()
+    hook.remove()
+    check()
+
+
+def test_new_tensor_at_an_old_address_is_noticed():
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+    projection = model.model.layers[0].self_attn.k_proj
+    for number in range(30):
+        for _ in range(number % 3 + 1):  # the allocator may hand out the freed tensor's place again
+            projection.weight = torch.nn.Parameter(torch.randn(32, 64) * 0.3)
+        same_as_vanilla(model, PROMPT, cache)
+
+
+def test_gradient_through_served_rows_raises():
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+    ids = torch.tensor([PROMPT])
+    with cache.attach(model):
+        model(ids, logits_to_keep=1).logits.sum().backward()  # nothing served: the gradient is right
+        with pytest.raises(RuntimeError, match="gradients can't flow"):
+            model(ids, logits_to_keep=1).logits.sum().backward()
+        with torch.no_grad():
+            model(ids, logits_to_keep=1)
+    model.zero_grad()

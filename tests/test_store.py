@@ -1,5 +1,6 @@
 """The store: eviction order, deduplication, compaction."""
 
+import gc
 import itertools
 
 import numpy as np
@@ -158,5 +159,6 @@ def test_rows_of_a_dead_model_are_forgotten():
     assert cache.stats.segments
     forget(model)
     del model
+    gc.collect()
     ask(make_model("llama", seed=1), old_text(50, 2), cache, steps=1)
     assert len(cache._store.shelves) == 1
