@@ -1,5 +1,6 @@
 """Which rows may meet: those of one model that computes as it did when they were stored."""
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 
@@ -49,6 +50,7 @@ class IdentityTable:
     """The current identity of each model."""
 
     def __init__(self):
+        self._lock = threading.Lock()  # two threads at a model's first use must get one identity
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, Identity] = weakref.WeakKeyDictionary()
 
     def get(self, model: torch.nn.Module) -> tuple[Identity, Identity | None]:
@@ -61,13 +63,13 @@ class IdentityTable:
             if tensor is not None
         ]
         settings = module_settings(modules)
-        known = self._known.get(model)
-        if known is not None and known.still_holds(tensors, settings):
-            return known, None
-        states = [(weakref.ref(tensor), *_state(tensor)) for tensor in tensors]
-        current = Identity(weakref.ref(model), states, settings)
-        self._known[model] = current
-        return current, known
+        with self._lock:
+            known = self._known.get(model)
+            if known is not None and known.still_holds(tensors, settings):
+                return known, None
+            states = [(weakref.ref(tensor), *_state(tensor)) for tensor in tensors]
+            current = self._known[model] = Identity(weakref.ref(model), states, settings)
+            return current, known
 
     def lost(self, identity: Identity) -> bool:
         """Whether the model is gone."""
@@ -85,8 +87,9 @@ def module_settings(modules: list[torch.nn.Module]) -> tuple:
         if "forward" in own:
             found.append((number, "forward", id(own["forward"])))
         if module._forward_hooks or module._forward_pre_hooks:
-            hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-            found += [(number, "hook", id(hook)) for hook in hooks if not _is_ours(hook)]
+            # torch numbers all hooks of a process: unlike an address, a number is never given twice
+            hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+            found += [(number, "hook", key) for key, hook in hooks if not _is_ours(hook)]
     return tuple(found)
 
 

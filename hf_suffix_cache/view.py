@@ -125,12 +125,12 @@ def _write(buffer, states, slots, start, first, stop) -> torch.Tensor:
             buffer.index_copy_(2, slots.to(buffer.device), states.to(buffer.dtype))
     if not (torch.is_grad_enabled() and states.requires_grad):
         return buffer[:, :, first:stop]
-    kept = buffer[:, :, :stop].detach().clone()
-    if slots is not None:
-        return _WithoutGradient.apply(kept.requires_grad_()).index_copy(2, slots.to(buffer.device), states)
-    if start == first:
+    if slots is None and start == first:
         return states
-    return torch.cat([_WithoutGradient.apply(kept[:, :, first:start].requires_grad_()), states], dim=2)
+    # a copy: the buffer is written again by later forwards, and autograd keeps what it was given
+    kept = buffer[:, :, first : start if slots is None else stop].detach().clone()
+    kept = _WithoutGradient.apply(kept.requires_grad_())
+    return torch.cat([kept, states], dim=2) if slots is None else kept.index_copy(2, slots.to(buffer.device), states)
 
 
 class _WithoutGradient(torch.autograd.Function):

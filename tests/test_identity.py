@@ -185,3 +185,12 @@ def test_gradient_through_served_rows_raises():
         with torch.no_grad():
             model(ids, logits_to_keep=1)
     model.zero_grad()
+
+
+def test_threads_at_a_models_first_use_get_one_identity():
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+    texts = [old_text(40, 300 + number) for number in range(6)]
+    in_threads([lambda ids=ids: ask(model, ids, cache) for ids in texts])
+    assert len(cache._store.shelves) == 1
+    for ids in texts:
+        assert same_as_vanilla(model, ids, cache).report.exact_tokens == len(ids) - 1
