@@ -9,7 +9,7 @@ import torch
 
 from .attention import Probe, open_pass
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
-from .prompt import SHIFTED, PlannedRow
+from .prompt import EXACT, SHIFTED, PlannedRow
 from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, preset
 from .report import ReuseReport
 from .store.store import Draft
@@ -213,7 +213,10 @@ class Request:
             started = time.perf_counter()
             policy, fraction = preset(self.config.fidelity, self.config.repair, self.config.repair_fraction)
             probed, attention = False, None
-            if policy.needs_attention and (fraction > 0 or seams.any()):
+            if policy.needs_attention and not self._probe_pays(new, seams, fraction):
+                self.report.reason = "a probe would cost what reuse saves; the first rows of each run were repaired"
+                policy = FirstRows()
+            elif policy.needs_attention and (fraction > 0 or seams.any()):
                 policy, probed, attention = self._probe(model, kwargs, new, policy)
             chosen = seams | self._select(policy, fraction, attention)
             last = new | chosen
@@ -234,6 +237,14 @@ class Request:
         for row in self.rows:
             union[row.pad : row.pad + len(row.ids)] |= of_row(row)
         return union
+
+    def _probe_pays(self, new: np.ndarray, seams: np.ndarray, fraction: float) -> bool:
+        """Whether probe and repair together run fewer rows than a prefill behind the exact prefix would."""
+        shifted = self._columns(lambda row: row.kinds == SHIFTED)
+        repaired = max(seams.sum(), sum(row.repair_request(fraction, None).budget for row in self.rows))
+        twice = new[np.argmax(shifted) :].sum()  # new rows behind the first moved one run again with the repaired ones
+        plain = self._columns(lambda row: row.kinds != EXACT).sum()
+        return new.sum() + repaired + twice < plain
 
     def _kept(self, kwargs: dict) -> int:
         asked = kwargs.get("logits_to_keep", 0)

@@ -286,3 +286,19 @@ def test_no_repaired_row_sees_a_later_token(kind, attention):
         assert torch.equal(values[:, :border], other_values[:, :border])
     top, other_top = first[-1][1], second[-1][1]
     assert not torch.equal(top[:, border + 1 : border + 16], other_top[:, border + 1 : border + 16])  # control
+
+
+@pytest.mark.parametrize("length", [16, 20, 30, 40])
+@pytest.mark.parametrize("kind", CORE)
+def test_a_short_prompt_never_costs_more_rows_than_a_prefill(kind, length):
+    model = make_model(kind, spy=True)
+    cache = stored(model, head(0) + A[:length] + question(0))
+    model.spy.clear()
+    report = ask(model, head(1, 3) + A[:length] + question(1), cache, steps=1).report
+    assert model.spy.rows() == report.computed_rows <= report.prompt_tokens
+    assert served(report) == length
+    assert "probe" in report.reason  # control: new rows run twice, and these are more than the moved ones
+    longer = ask(
+        model, head(2, 3) + A + B + C + question(2), stored(model, head(0) + A + B + C + question(0)), steps=1
+    )
+    assert longer.report.reason is None and longer.report.computed_rows < longer.report.prompt_tokens
