@@ -1,5 +1,6 @@
 """The only place that touches transformers' generate: opens, runs and closes a view, and takes the hook off again."""
 
+import copy
 import functools
 import threading
 import time
@@ -54,21 +55,23 @@ def uninstall() -> None:
 def _wrap(original):
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
-        store = _take_store(self, kwargs)
+        store = _take_store(kwargs)
+        passed = store is not None
+        if not passed:
+            store = _attached_store(self, kwargs)
         if store is None:
             return original(self, *args, **kwargs)
-        return _generate(original, self, store, args, kwargs)
+        return _generate(original, self, store, args, kwargs, passed)
 
     return generate
 
 
-def _take_store(model, kwargs: dict):
-    """Take the SuffixCache out of a call's arguments; an attached one if the call names no cache."""
+def _take_store(kwargs: dict):
+    """Take the SuffixCache out of a call's arguments, if it names one."""
     given = {name: kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None}
     stores = [name for name, value in given.items() if is_suffix_cache(value)]
     if not stores:
-        attachments = _attached.get(model)
-        return attachments[-1].store if attachments and not given else None
+        return None
     if len(given) > 1:
         raise ValueError(
             "both `cache` and `past_key_values` were passed, and one of them is a SuffixCache. Pass the SuffixCache "
@@ -79,15 +82,35 @@ def _take_store(model, kwargs: dict):
     return given[stores[0]]
 
 
-def _generate(original, model, store, args: tuple, kwargs: dict):
+def _attached_store(model, kwargs: dict):
+    """The store that a call is served from which names no cache, if one is attached to the model."""
+    attachments = _attached.get(model)
+    if not attachments or _is_drafting(kwargs) or any(kwargs.get(name) is not None for name in CACHE_NAMES):
+        return None
+    return attachments[-1].store
+
+
+def _is_drafting(kwargs: dict) -> bool:
+    """
+    Whether this is the inner call with which assisted decoding makes its drafts. With `assistant_early_exit` it comes
+    on the main model itself, cut to its first layers, so an attached store must not take it for one of its own.
+    """
+    return bool(getattr(kwargs.get("generation_config"), "is_assistant", False))
+
+
+def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
+    """Run a call with its SuffixCache, which was `passed` to it or is attached to the model."""
     call = _Call(model, args, kwargs)
     started = time.perf_counter()
-    if call.get("cache_implementation") is not None:
+    other_cache = call.other_cache()
+    if other_cache and passed:
         raise ValueError(
-            f"`cache_implementation={call.get('cache_implementation')!r}` and a SuffixCache were both passed: a call "
-            "has one cache. Leave `cache_implementation` unset (None) to use the SuffixCache."
+            f"{other_cache} and a SuffixCache was passed too: a call has one cache. Set `cache_implementation=None` "
+            "there to use the SuffixCache, or leave the SuffixCache out."
         )
     try:
+        if other_cache:
+            raise Refused(other_cache)
         if call.get("use_cache") is False:
             raise Refused("use_cache=False")
         request = store.open_view(model, **call.request_options())
@@ -100,7 +123,7 @@ def _generate(original, model, store, args: tuple, kwargs: dict):
         return output
     request.started = started
     if request.chunk:
-        kwargs["prefill_chunk_size"] = None  # the request runs its rows in chunks itself
+        args, kwargs = call.without_chunks(args, kwargs)
     kwargs[cache_argument(model)] = request.view
     with hooked(model), closing(request):
         output = original(model, *args, **kwargs)
@@ -118,19 +141,52 @@ class _Call:
     """What a generate call asks for, from its arguments, its generation config and the model's."""
 
     def __init__(self, model, args: tuple, kwargs: dict):
-        self.kwargs = kwargs
-        self.configs = [kwargs.get("generation_config"), args[1] if len(args) > 1 else None, model.generation_config]
+        self.kwargs = dict(kwargs)
+        self.passed_config = args[1] if len(args) > 1 else kwargs.get("generation_config")
+        self.model_config = model.generation_config
         inputs = kwargs.get("inputs", args[0] if args else None)
         ids = kwargs.get("input_ids")
         self.ids = ids if ids is not None else inputs
         self.embeds = kwargs.get("inputs_embeds")
 
     def get(self, name: str):
-        """An option of the call; None if it is set nowhere."""
-        if self.kwargs.get(name) is not None:
+        """An option of the call as transformers reads it (an argument wins, also if None); None if set nowhere."""
+        if name in self.kwargs:
             return self.kwargs[name]
-        values = (getattr(config, name, None) for config in self.configs if config is not None)
-        return next((value for value in values if value is not None), None)
+        passed = getattr(self.passed_config, name, None)
+        return passed if passed is not None else getattr(self.model_config, name, None)
+
+    def other_cache(self) -> str | None:
+        """That the call asks for a cache of transformers' own, and where; None if it doesn't."""
+        name = "cache_implementation"
+        value = self.get(name)
+        # the hub's Gemma configurations say "hybrid", which transformers takes for unset since it is its default now
+        if value is None or (value == "hybrid" and name not in self.kwargs):
+            return None
+        if name in self.kwargs:
+            where = "this call's arguments"
+        elif getattr(self.passed_config, name, None) is not None:
+            where = "the `generation_config` that was passed"
+        else:
+            where = "`model.generation_config`"
+        return f"`cache_implementation={value!r}` is set in {where}"
+
+    def without_chunks(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """
+        The call's arguments without `prefill_chunk_size`: the request runs its rows in chunks itself. Done in a copy
+        of the caller's config, as transformers warns of options beside a config.
+        """
+        name = "prefill_chunk_size"
+        if self.passed_config is not None:
+            config = copy.copy(self.passed_config)
+            setattr(config, name, None)
+            if len(args) > 1:
+                args = (args[0], config, *args[2:])
+            else:
+                kwargs = {**kwargs, "generation_config": config}
+        if self.passed_config is None or name in self.kwargs or getattr(self.model_config, name, None) is not None:
+            kwargs = {**kwargs, name: None}
+        return args, kwargs
 
     @property
     def prompt(self) -> torch.Tensor | None:
@@ -153,6 +209,7 @@ class _Call:
     def request_options(self) -> dict:
         """Arguments of `open_view`."""
         known = isinstance(self.ids, torch.Tensor) and not self.get("token_healing")
+        chunk = self.get("prefill_chunk_size")
         columns = self.ids.shape[1] if known else None
         new_tokens = self.get("max_new_tokens")
         if new_tokens is None and self.get("max_length") is not None and columns is not None:
@@ -163,7 +220,8 @@ class _Call:
             "new_tokens": new_tokens,
             "stops": self.stops,
             "pad": self.get("pad_token_id"),
-            "chunk": self.get("prefill_chunk_size"),
+            # what is no size is left to transformers, which raises
+            "chunk": chunk if isinstance(chunk, int) and chunk > 0 else None,
             "keep_last": 1,
             "store_answer": (self.get("num_beams") or 1) == 1,
         }
