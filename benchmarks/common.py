@@ -1,10 +1,14 @@
 """What all benchmarks share: options from a dataclass, rows of one CSV schema, pairs of timings that alternate."""
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import datetime
 import gc
+import hashlib
+import json
+import math
 import os
 import platform
 import shlex
@@ -24,7 +28,8 @@ COLUMNS = (
     "benchmark case metric value unit n low high command model dtype threads machine python torch transformers "
     "package date note"
 ).split()
-KEY = ("benchmark", "case", "metric")
+KEY = ("benchmark", "model", "dtype", "case", "metric")
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma": "gemma-3-270m"}
 
 
 @dataclass
@@ -64,6 +69,23 @@ def parse(options_class: type, module_doc: str, argv: list[str] | None = None):
     print("configuration:", ", ".join(f"{k}={v!r}" for k, v in dataclasses.asdict(options).items()))
     print("machine:", machine(), "| torch", torch.__version__, "| transformers", transformers.__version__)
     return options
+
+
+def load_model(name: str, threads: int):
+    """
+    A model that benchmarks run on, from a package of the package index: `(model, tokenizer)` in fp32.
+
+    Args:
+        name (`str`): A key of `MODELS`. `"gemma"` comes under the Gemma Terms of Use, so it is never a default.
+        threads (`int`): CPU threads of torch.
+    """
+    if name == "smollm2":
+        from scripts.smollm2 import load
+    elif name == "gemma":
+        from scripts.gemma import load
+    else:
+        raise ValueError(f"`model` must be one of {list(MODELS)}, got {name!r}.")
+    return load(threads=threads)
 
 
 # -- where and with what a figure was measured ---------------------------------------------------------------------
@@ -158,7 +180,7 @@ class Results:
 
 
 def replace_rows(path: Path, rows: Iterable[dict]) -> None:
-    """Append `rows` to the CSV at `path`; a row with the same benchmark, case and metric gives way in place."""
+    """Append `rows` to the CSV at `path`; a row that agrees in all of `KEY` gives way in place."""
     table = {tuple(str(row[name]) for name in KEY): row for row in read_rows(path)}
     for row in rows:
         table[tuple(str(row[name]) for name in KEY)] = row
@@ -177,6 +199,45 @@ def read_rows(path: Path) -> list[dict]:
         return []
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+@dataclass
+class Journal:
+    """
+    What a long benchmark has finished, one JSON object a line, so that a broken or repeated run goes on where it was.
+
+    Args:
+        path (`Path`): The file. A last line that a kill cut short is left out.
+        settings (`dict`): What the finished parts depend on. The package's own source is part of it, so nothing that
+            other code measured is taken for this one's.
+    """
+
+    path: Path
+    settings: dict
+    done: dict[str, dict] = field(init=False, default_factory=dict)
+
+    def __post_init__(self):
+        source = hashlib.sha256()
+        for file in sorted((RESULTS.parent.parent / "hf_suffix_cache").rglob("*.[pc]*")):
+            if file.suffix != ".pyc":
+                source.update(file.read_bytes())
+        settings = self.settings | {"source": source.hexdigest(), "torch": torch.__version__}
+        self.settings = settings | {"transformers": transformers.__version__, "machine": machine()}
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
+            with contextlib.suppress(json.JSONDecodeError):
+                entry = json.loads(line)
+                self.done[entry["key"]] = entry["record"]
+
+    def record(self, part: object, measure: Callable[[], dict]) -> dict:
+        """What `measure` gave for `part` (anything that JSON can hold), now or in an earlier run."""
+        text = json.dumps([self.settings, part], sort_keys=True)
+        key = hashlib.sha256(text.encode()).hexdigest()
+        if key not in self.done:
+            self.done[key] = measure()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "record": self.done[key]}) + "\n")
+        return self.done[key]
 
 
 def _text(value) -> str:
@@ -246,6 +307,15 @@ def bootstrap_mean(values, resamples: int = 10_000, seed: int = 0) -> tuple[floa
 def bootstrap_median(values, resamples: int = 10_000, seed: int = 0) -> tuple[float, float]:
     """95 % bootstrap interval of the median of `values`."""
     return _bootstrap(values, np.median, resamples, seed)
+
+
+def wilson(successes: int, n: int) -> tuple[float, float]:
+    """95 % interval of a share. Unlike a bootstrap it does not shrink to a point where all or none succeeded."""
+    z, share = 1.96, successes / n
+    middle = share + z * z / (2 * n)
+    reach = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    low, high = ((middle + sign * reach) / (1 + z * z / n) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
 
 
 def _bootstrap(values, statistic: Callable, resamples: int, seed: int) -> tuple[float, float]:

@@ -151,10 +151,41 @@ def reorder_cases(tokenizer, source: str = "wiki", n: int = 30, seed: int = 0, p
         order = _other_order(passages, rng)
         first, second = rng.sample(SYSTEM_LINES, 2)
         asked, other = rng.sample(chosen, 2)
-        stored = chat_ids(tokenizer, first, _context(chosen, rng.choice(other.questions)))
+        stored = request_ids(tokenizer, first, _context(chosen, rng.choice(other.questions)))
         moved = [chosen[index] for index in order]
-        cases.append(ReorderCase(stored, chat_ids(tokenizer, second, _context(moved, rng.choice(asked.questions)))))
+        cases.append(ReorderCase(stored, request_ids(tokenizer, second, _context(moved, rng.choice(asked.questions)))))
     return cases
+
+
+def question_prompts(tokenizer, source: str, n: int, low: int, high: int, seed: int = 0) -> list[list[int]]:
+    """
+    `n` questions behind whole sentences, with a system line: prompts whose lengths are spread evenly from `low` to
+    `high` tokens, up to a sentence more. Each paragraph serves one prompt at most.
+    """
+    rng = random.Random(seed)
+    paragraphs = load_paragraphs(source)
+    rng.shuffle(paragraphs)
+    prompts = []
+    for number in range(n):
+        target = low + (high - low) * number // max(n - 1, 1)
+        system, first, text = SYSTEM_LINES[number % len(SYSTEM_LINES)], paragraphs.pop(), ""
+        question = rng.choice(first.questions)
+        ids = request_ids(tokenizer, system, f"Question: {question}")
+        pieces = split_sentences(first.text)
+        while len(ids) < target:
+            text = f"{text} {pieces.pop(0)}".strip()
+            ids = request_ids(tokenizer, system, f"{text}\n\nQuestion: {question}")
+            pieces = pieces or split_sentences(paragraphs.pop().text)
+        prompts.append(ids)
+    rng.shuffle(prompts)
+    return prompts
+
+
+def request_ids(tokenizer, system: str, user: str) -> list[int]:
+    """One request ready for its answer: a chat under the model's template, or plain text for a base model."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer(f"{system}\n\n{user}\nAnswer:")["input_ids"])
+    return chat_ids(tokenizer, system, user)
 
 
 def chat_ids(tokenizer, system: str, user: str) -> list[int]:

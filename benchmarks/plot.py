@@ -23,11 +23,17 @@ VARIANTS = ("balanced", "fast", "no repair", "no rotation")
 
 
 class Table:
-    """Rows of one CSV, looked up by case and metric."""
+    """Rows of one CSV, looked up by case and metric; `by_model` has a table for each model and dtype in it."""
 
     def __init__(self, rows: list[dict]):
+        self.all = rows
         self.rows = {(row["case"], row["metric"]): row for row in rows}
         self.cases = list(dict.fromkeys(row["case"] for row in rows))
+
+    def by_model(self) -> dict[tuple[str, str], "Table"]:
+        """Tables of the rows of one `(model, dtype)` each, in the CSV's order."""
+        keys = dict.fromkeys((row["model"], row["dtype"]) for row in self.all)
+        return {key: Table([row for row in self.all if (row["model"], row["dtype"]) == key]) for key in keys}
 
     def has(self, case: str, metric: str) -> bool:
         return (case, metric) in self.rows
@@ -44,13 +50,12 @@ class Table:
 
     def caption(self) -> str:
         """With what the figures were measured."""
-        row = next(iter(self.rows.values()))
-        models = {other["model"] for other in self.rows.values()}
-        model = row["model"] if len(models) == 1 else f"{len(models)} models"
-        model = row["model"] if len(models) == 1 else f"{len(models)} models"
+        row = self.all[-1]
+        models, dtypes = (list(dict.fromkeys(other[name] for other in self.all)) for name in ("model", "dtype"))
+        model = " and ".join(models) if len(models) < 3 else f"{len(models)} models"
         where = f"{row['machine']}, {row['threads']} threads"
         versions = f"torch {row['torch']}, transformers {row['transformers']}"
-        return f"{model}, {row['dtype']}, {where}, {versions}, {row['date']}"
+        return f"{model}, {' and '.join(dtypes)}, {where}, {versions}, {row['date']}"
 
 
 def main() -> None:
@@ -77,22 +82,51 @@ def main() -> None:
 
 
 def draw_reorder(table: Table) -> Figure:
-    """Divergence, rows run and time to first token of each variant, with the targets."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6))
+    """Divergence, rows run and time to first token of each variant, a row of panels for each model; targets dashed."""
+    tables = table.by_model()
+    figure, grid = plt.subplots(len(tables), 3, figsize=(11, 3.4 * len(tables) + 0.2), squeeze=False)
     panels = (
         ("KL first token, mean", "KL of the first token (nats)", {"balanced": 0.018, "fast": 0.045}),
         ("rows run / prompt tokens", "rows run / prompt tokens", {"balanced": 0.25, "fast": 0.15}),
         ("time to first token / full prefill", "time to first token / full prefill", {"balanced": 0.33, "fast": 0.2}),
     )
-    for axis, (metric, title, targets) in zip(axes, panels, strict=True):
-        cases = [case for case in table.cases if table.has(case, metric)]
-        order = [case for case in VARIANTS if case in cases] + [case for case in cases if case not in VARIANTS]
-        bars(axis, table, order, metric, [BLUE if case not in VARIANTS[2:] else GREY for case in order])
-        for place, case in enumerate(order):
-            if case in targets:
-                axis.hlines(targets[case], place - 0.45, place + 0.45, colors=TARGET, linestyles="dashed")
-        axis.set_title(title, fontsize=9)
+    for axes, ((model, _), part) in zip(grid, tables.items(), strict=True):
+        for axis, (metric, title, targets) in zip(axes, panels, strict=True):
+            cases = [case for case in part.cases if part.has(case, metric)]
+            order = [case for case in VARIANTS if case in cases] + [case for case in cases if case not in VARIANTS]
+            bars(axis, part, order, metric, [BLUE if case not in VARIANTS[2:] else GREY for case in order])
+            for place, case in enumerate(order):
+                if part.has(case, metric) and "target" in part.rows[case, metric]["note"] and case in targets:
+                    axis.hlines(targets[case], place - 0.45, place + 0.45, colors=TARGET, linestyles="dashed")
+            axis.set_title(f"{title}, {model}" if len(tables) > 1 else title, fontsize=9)
     figure.suptitle("Six passages in a new order behind a changed head (dashed: target)", fontsize=10)
+    return figure
+
+
+def draw_flips(table: Table) -> Figure:
+    """Shares of answers that differ, and the first token's difference, with the cache and of stock in two forwards."""
+    tables = table.by_model()
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4))
+    for offset, (way, colour) in enumerate((("cache", BLUE), ("stock in two forwards", GREY), ("control", ORANGE))):
+        for place, (_, part) in enumerate(tables.items()):
+            for axis, start in zip(axes, ("answers that differ", "max abs logit"), strict=True):
+                metric = next((metric for case, metric in part.rows if case == way and metric.startswith(start)), None)
+                if metric is None:
+                    continue
+                value, errors = part.value(way, metric), part.errors(way, metric)
+                if start.startswith("max"):  # the interval is from the smallest to the largest, which the bar is
+                    errors = (0.0, 0.0)
+                x = place + (offset - 1) * 0.27
+                axis.bar(x, value, 0.25, yerr=[[errors[0]], [errors[1]]], color=colour, capsize=3)
+                axis.text(x, value, f" {value:.2g}", ha="left", va="bottom", fontsize=7)
+    for way, colour in (("with the cache", BLUE), ("stock in two forwards", GREY), ("another prompt's rows", ORANGE)):
+        axes[0].bar(0, 0, color=colour, label=way)
+    axes[0].set(title="share of answers that differ", ylim=(0, 1.15))
+    axes[1].set(title="largest difference of the first token's logits", yscale="log")
+    for axis in axes:
+        axis.set_xticks(range(len(tables)), [dtype for _, dtype in tables], fontsize=8)
+    axes[0].legend(fontsize=7)
+    figure.suptitle("Exact hits against plain answers", fontsize=10)
     return figure
 
 
@@ -170,6 +204,7 @@ def bars(axis, table: Table, cases: list[str], metric: str, colours: list[str]) 
 
 DRAWINGS: dict[str, Callable[[Table], Figure]] = {
     "reorder": draw_reorder,
+    "flips": draw_flips,
     "nothing_in_common": draw_nothing_in_common,
     "chat": draw_chat,
     "oracles": draw_oracles,
