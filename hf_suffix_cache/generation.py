@@ -252,12 +252,9 @@ class _Call:
 def hooked(model):
     """One counted pair of hooks on a model; they act on the view that they find in a forward's arguments."""
     with _lock:
-        entry = _hooked.setdefault(model, [0, ()])
+        entry = _hooked.setdefault(model, [0, None])
         if entry[0] == 0:
-            entry[1] = (
-                model.register_forward_pre_hook(_before_forward, with_kwargs=True),
-                model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True),
-            )
+            entry[1] = _hook(model)
         entry[0] += 1
     try:
         yield
@@ -265,11 +262,51 @@ def hooked(model):
         with _lock:
             entry[0] -= 1
             if entry[0] == 0:
-                for handle in entry[1]:
-                    handle.remove()
+                entry[1]()
                 _hooked.pop(model, None)
 
 
+def _hook(model):
+    """Put the pair on a model; returns what takes it off."""
+    compiled = vars(model).get("_compiled_call_impl")
+    if compiled is not None:
+        return _hook_compiled(model, compiled)
+    before = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    after = model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+
+    def unhook():
+        before.remove()
+        after.remove()
+
+    return unhook
+
+
+def _hook_compiled(model, compiled):
+    """
+    The pair on a model after `model.compile()`, whose call is compiled together with its hooks: a hook that comes and
+    goes would compile it anew, or, as hooks are not guarded, never be seen. So the pair goes around the compiled call.
+    """
+
+    def call(*args, **kwargs):
+        changed = _before_forward(model, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            _after_forward(model, args, kwargs, output)
+        return output
+
+    def unhook():
+        if vars(model).get("_compiled_call_impl") is call:  # else compiled anew meanwhile
+            model._compiled_call_impl = compiled
+
+    model._compiled_call_impl = call
+    return unhook
+
+
+@torch.compiler.disable  # planning is not for a graph: `torch.compile(model)` traces through a model's hooks
 def _before_forward(model, args: tuple, kwargs: dict):
     request = _request_of(model, kwargs)
     if request is None:
@@ -289,6 +326,7 @@ def _before_forward(model, args: tuple, kwargs: dict):
     return args, kwargs
 
 
+@torch.compiler.disable
 def _after_forward(model, args: tuple, kwargs: dict, output):
     request = _request_of(model, kwargs)
     if request is not None and request.state == "prefill":
