@@ -1,0 +1,27 @@
+"""
+Whose rows these are: which rows may meet, those of one model that computes as it did when they were stored.
+
+An identity is one state of one model object: the tensors that act in its forward (weak reference, address, version
+counter), the plain settings of its modules and configs, its hooks and replaced forwards, and a digest of elements
+sampled from every tensor. All but the digest is compared at each call; the digest, too, where it costs next to nothing
+(all tensors in plain memory), and else for prompts above 200 tokens and whenever another state was met before.
+
+What is seen: optimiser steps, `load_state_dict`, in-place edits, moves and casts, new tensors in old places, adapters
+(content, choice, scale, merging), scales and windows and other plain attributes, hooks, forwards and functions of the
+model's source file that were replaced, other weights behind accelerate's offloading.
+
+What can't be seen, and needs `cache.clear()`:
+
+* writes through `.data`, `.detach().numpy()` and the like that leave all sampled elements as they were: torch counts
+  no version for them. (Writes to all of a tensor are seen; on another device than the CPU only from the next prompt
+  above 200 tokens.)
+* what a foreign hook, a replaced forward or an object in an attribute keeps for itself: only the hook and the forward
+  themselves are seen, not what they read.
+* functions that were replaced outside the files which define the model's modules, `torch.nn.functional` for example.
+* files behind disk offload that were changed without a change of size or time.
+"""
+
+from .adapters import refusal
+from .table import Identity, IdentityTable
+
+__all__ = ["Identity", "IdentityTable", "refusal"]
