@@ -98,7 +98,10 @@ def draw_reorder(table: Table) -> Figure:
             for place, case in enumerate(order):
                 if part.has(case, metric) and "target" in part.rows[case, metric]["note"] and case in targets:
                     axis.hlines(targets[case], place - 0.45, place + 0.45, colors=TARGET, linestyles="dashed")
-            axis.set_title(f"{title}, {model}" if len(tables) > 1 else title, fontsize=9)
+            values = [part.value(case, metric) for case in order]
+            if values and max(values) > 100 * min(values) > 0:
+                axis.set_yscale("log")
+            axis.set_title(f"{title}, {model}" if len(tables) > 1 else title, fontsize=8)
     figure.suptitle("Six passages in a new order behind a changed head (dashed: target)", fontsize=10)
     return figure
 
