@@ -62,6 +62,7 @@ _SIZES = {
     "bos_token_id": 1,
     "zero_expert_num": 1,
     "rotary_dim": 8,
+    "attention_multiplier": 0.25,  # 1 / sqrt(head_dim), as released granite models have it; 1 amplifies rounding
     "is_decoder": True,
     "use_cache": True,
     "layerdrop": 0.0,

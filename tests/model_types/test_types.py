@@ -1,8 +1,7 @@
 """
-Every causal model type of transformers, tiny and random: what is measured of it, and that no answer is silently wrong.
-
-`types.csv` is the oracle of the measurement. Answers are compared with transformers' own, layer 0 and full repair as in
-`test_oracles.py`. A few types are odd in transformers itself; `types.csv` says how, and the sets below what follows.
+Every causal model type of transformers, tiny and random: what is measured of it, and that no answer is silently
+wrong. `types.csv` is the oracle of the measurement. Answers are compared with transformers' own; O1 to O3 are those of
+`test_oracles.py`. A few types are odd in transformers itself: `types.csv` says how, the sets below what follows.
 """
 
 import functools
@@ -25,14 +24,14 @@ pytestmark = pytest.mark.slow
 TYPES = expected()
 INSTALLED = [name for name in TYPES if name in model_types()]
 SHIFT = [name for name in INSTALLED if TYPES[name].kind == "shift"]
-REUSING = [name for name in INSTALLED if TYPES[name].kind != "none"]
-NOT_SHIFT = [name for name in INSTALLED if TYPES[name].kind != "shift"]
-
 STOCK_RAISES = {"gemma4_assistant", "gemma4_unified_assistant"}  # drafts need their target's rows
 STOCK_FORGETS = {"musicgen"}  # stock generate runs the last token of the prompt only
+OWN_GENERATE = {"musicgen", "musicgen_melody"}  # not transformers' generate, so that no call is served
+SERVED = [name for name in INSTALLED if name not in OWN_GENERATE]
+NOT_SHIFT = [name for name in SERVED if TYPES[name].kind != "shift"]
 
 # Largest difference of logits, relative to the largest one. Two stock runs with other chunks of the prompt differ by
-# up to 4.4e-5 (the granite types, whose attention multiplier is 1), rows of another text by 1e-2 and more.
+# up to 2e-5, rows of another text by 1e-2 and more.
 TOLERANCE = 1e-4
 CONTEXT = 1e-2  # absolute: what a changed first half of a prompt must do to the last logits
 UNREPAIRED = {"repair_fraction": 0.0, "seam_tokens": 0, "tail_tokens": 8}
@@ -42,7 +41,8 @@ FIRST = BASE + new_text(12, 2)
 LONGER = FIRST + new_text(20, 3)
 DIVERGING = BASE[:45] + new_text(20, 4)
 HEAD, END = new_text(12, 5), new_text(9, 6)
-MOVED = HEAD + BASE + END  # ends soon behind the moved text: windows of 16 tokens in 4 layers still reach its head
+MOVED = HEAD + BASE + END
+NEAR = HEAD + BASE[:35] + END  # short: windows of 16 tokens in 4 layers still see the rows that a new head changes
 REQUESTS = {"first": FIRST, "repeat": FIRST, "longer": LONGER, "diverging": DIVERGING, "moved": MOVED}
 
 
@@ -77,7 +77,8 @@ def difference(got: Answer, want: Answer, steps: int | None = None) -> float:
 def same(got: Answer, want: Answer) -> None:
     assert difference(got, want) < TOLERANCE
     assert got.ids.tolist() == want.ids.tolist()
-    check_report(got.report)
+    if got.report is not None:
+        check_report(got.report)
 
 
 def first_layer(model, ids, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,9 +148,10 @@ def test_enough_types_shift_and_reuse_prefixes():
 # -- O1 exact -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", INSTALLED)
+@pytest.mark.parametrize("model_type", SERVED)
 def test_o1_exact_answers_are_those_of_transformers(model_type):
     model, row = build(model_type), TYPES[model_type]
+    answers(model, FIRST, SuffixCache())  # big_bird writes into its configuration when it meets its first short text
     before = fingerprint(model)
     cache = SuffixCache(fidelity="exact")
     for turn in range(3):
@@ -174,7 +176,7 @@ def test_o1_exact_answers_are_those_of_transformers(model_type):
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("model_type", INSTALLED)
+@pytest.mark.parametrize("model_type", SERVED)
 def test_o1_left_padded_batches_are_those_of_transformers(model_type):
     model = build(model_type)
     cache = SuffixCache(fidelity="exact")
@@ -202,6 +204,17 @@ def test_default_fidelity_approximates_nothing_where_rows_cannot_be_moved(model_
         if want is not None:
             same(got, want)
             assert served(got.report) == got.report.carried_tokens == 0
+
+
+@pytest.mark.parametrize("model_type", sorted(OWN_GENERATE))
+def test_own_generate_gets_a_growing_cache_or_an_error(model_type):
+    model, cache = build(model_type), SuffixCache()
+    got, want = answers(model, FIRST, cache)
+    same(got, want)
+    same(*answers(model, LONGER, SuffixCache()))
+    with pytest.raises(ValueError, match="attach"):
+        ask(model, LONGER, cache)
+    assert cache.stats.segments == 0
 
 
 # -- O2 layer 0 -----------------------------------------------------------------------------------------------------
@@ -236,9 +249,9 @@ def test_o3_with_every_shifted_row_repaired_the_answer_is_exact(model_type):
     for _ in range(3):
         cache = SuffixCache(**{**UNREPAIRED, "repair_fraction": 1.0})
         ask(model, FIRST, cache, pad_token_id=0)
-        got, want = answers(model, MOVED, cache)
+        got, want = answers(model, NEAR, cache)
         same(got, want)
-        assert got.report.repaired_tokens == len(BASE) and got.report.shifted_tokens == 0
+        assert got.report.repaired_tokens == 35 and got.report.shifted_tokens == 0
 
 
 @pytest.mark.parametrize("model_type", SHIFT)
@@ -246,6 +259,6 @@ def test_o3_control_without_repair_the_answer_is_not_exact(model_type):
     model = build(model_type)
     cache = SuffixCache(**UNREPAIRED)
     ask(model, FIRST, cache, pad_token_id=0)
-    got, want = answers(model, MOVED, cache)
-    assert got.report.shifted_tokens == len(BASE)
+    got, want = answers(model, NEAR, cache)
+    assert got.report.shifted_tokens == 35
     assert difference(got, want, steps=1) > 10 * TOLERANCE

@@ -1,4 +1,4 @@
-"""What is expected of every causal model type: `types.csv`, carried over from a survey and corrected by measurement."""
+"""What is expected of every causal model type: `types.csv`, from a survey, corrected by measurement."""
 
 import csv
 from dataclasses import dataclass
