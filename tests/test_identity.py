@@ -1,9 +1,24 @@
-"""Whose rows these are: threads on one cache, several models, weights that change in place."""
+"""Whose rows these are: threads on one cache, several models, whatever changes what a model computes."""
 
+import functools
+import gc
+import os
+import subprocess
+import sys
+import types
+import weakref
+from pathlib import Path
+
+import accelerate
 import pytest
 import torch
+from transformers.models.llama import modeling_llama
 
 from hf_suffix_cache import SuffixCache
+from hf_suffix_cache.attention import own_implementation
+from hf_suffix_cache.identity import IdentityTable, refusal, sample
+from hf_suffix_cache.identity.sample import Sample
+from hf_suffix_cache.identity.serials import Serials
 from reference import (
     ask,
     check_pool,
@@ -15,11 +30,28 @@ from reference import (
     same_as_vanilla,
     work_is_reported,
 )
-from tiny_models import make_model, new_text, old_text
+from tiny_models import fingerprint, forget, make_model, new_text, old_text
 
 PROMPT = old_text(48, 1)
 MOVED = new_text(11, 1) + PROMPT + new_text(36, 2)
 IDS = torch.tensor([PROMPT])
+WHOLE = len(PROMPT) - 1
+
+
+def reused(model, cache, ids=PROMPT) -> int:
+    """Rows that a call took from the store as exact; its answer must be right."""
+    return same_as_vanilla(model, ids, cache).report.exact_tokens
+
+
+def is_noticed(model, cache, ids=PROMPT) -> None:
+    """The model computes otherwise than in the calls before: none of their rows is used, and later its own are."""
+    report = same_as_vanilla(model, ids, cache).report
+    assert report.new_tokens == len(ids)
+    assert reused(model, cache, ids) == len(ids) - 1
+
+
+def make_table() -> IdentityTable:
+    return IdentityTable(own_implementation)
 
 
 @pytest.mark.parametrize("budget", [None, 700 * 768])
@@ -106,6 +138,24 @@ def _other_tensor_in_place_of_a_weight(model):
     weight.data = torch.randn_like(weight)
 
 
+def _one_element(model):
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight[3, 5] += 20
+
+
+def _one_element_of_a_slice(model):
+    model.model.layers[0].self_attn.v_proj.weight.detach()[3, 5:6].add_(20)
+
+
+def _transposed(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight  # square: the same address, version and shape
+    weight.data = weight.data.t()
+
+
+def _dense_through_data(model):
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+
+
 CHANGES = [
     _scale_key_projection,
     _load_other_weights,
@@ -114,6 +164,10 @@ CHANGES = [
     _to_double,
     _other_frequencies,
     _other_tensor_in_place_of_a_weight,
+    _one_element,
+    _one_element_of_a_slice,
+    _transposed,
+    _dense_through_data,
 ]
 
 
@@ -147,23 +201,569 @@ def test_rows_stored_in_inference_mode_serve_every_mode():
     assert kinds_of(longer.report).count("exact") >= len(tokens) - 1
 
 
-def test_settings_and_hooks_that_change_the_rows_are_noticed():
-    """Scales, windows, adapter states and foreign hooks change no tensor, and yet what the model computes."""
-    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+SETTINGS = {
+    "scaling": ("model.layers.1.self_attn", "scaling", 0.5),
+    "window": ("model.layers.1.self_attn", "sliding_window", 7),
+    "epsilon": ("model.layers.0.input_layernorm", "variance_epsilon", 0.5),
+    "rope scaling": ("model.rotary_emb", "attention_scaling", 1.5),
+    "new attribute": ("model.layers.1.self_attn", "softcap", 3.0),
+    "small list": ("model.layers.1.self_attn", "gates", [1.0, 2.0]),
+    "small tensor": ("model.layers.1.self_attn", "gate", torch.ones(3)),
+    "config": ("config", "rope_theta", 5e5),
+    "mode": ("model.layers.1", "training", True),
+}
+
+
+@pytest.mark.parametrize("which", SETTINGS)
+def test_a_changed_setting_is_noticed_and_undone(which):
+    place, name, value = SETTINGS[which]
+    model, cache = make_model("mistral"), SuffixCache(fidelity="exact")
+    owner = operator_get(model, place)
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    missing = object()
+    before = getattr(owner, name, missing)
+    setattr(owner, name, value)
+    is_noticed(model, cache)
+    if before is missing:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, before)
+    assert reused(model, cache) == WHOLE  # as it was, and so are its rows
+
+
+def operator_get(model, path: str):
+    return functools.reduce(getattr, path.split("."), model)
+
+
+def test_containers_and_small_tensors_are_seen_when_they_change_in_place():
+    model, table = make_model(), make_table()
     attention = model.model.layers[1].self_attn
+    attention.gates, attention.gate = {"a": [1, 2]}, torch.ones(3)
+    first, _ = table.get(model, 10)
+    attention.gates["a"][1] = 3
+    second, _ = table.get(model, 10)
+    attention.gate[1] = 3.0
+    third, _ = table.get(model, 10)
+    attention.gate[1], attention.gates["a"][1] = 1.0, 2
+    assert len({first, second, third}) == 3 and table.get(model, 10)[0] is first
 
-    def check():
-        same_as_vanilla(model, PROMPT, cache)
-        assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1  # control: it is stored
 
-    check()
+PLACES = ["", "model", "model.embed_tokens", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp"]
+PLACES += ["model.layers.1.self_attn.v_proj", "model.layers.1.mlp.act_fn", "model.layers.0.input_layernorm"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_foreign_hook_on_any_module_is_noticed(place):
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    module = model.get_submodule(place)
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+
+    def after(module, args, output):
+        return output * 1.5 if isinstance(output, torch.Tensor) else None
+
+    def before(module, args):
+        return tuple(each * 1.5 if each.is_floating_point() else each for each in args) if args else None
+
+    for register in (module.register_forward_hook, module.register_forward_pre_hook):
+        hook = register(after if register == module.register_forward_hook else before)
+        is_noticed(model, cache)
+        hook.remove()
+        assert reused(model, cache) == WHOLE
+
+
+def test_hooks_on_all_modules_of_the_process_are_noticed():
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    kinds = modeling_llama.LlamaMLP
+    hook = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 1.5 if isinstance(module, kinds) else None
+    )
+    try:
+        is_noticed(model, cache)
+    finally:
+        hook.remove()
+    assert reused(model, cache) == WHOLE
+
+
+def test_hooks_that_come_and_go_with_each_call_leave_nothing_behind():
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    for number in range(20):
+        factor = 1.0 + 0.1 * number
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output, f=factor: output * f)
+        assert reused(model, cache) == 0
+        hook.remove()
+        assert len(cache._store.shelves) <= 2  # the hookless rows, and those of the newest hook
+    assert reused(model, cache) == WHOLE
+    assert len(cache._store.shelves) == 1
+
+
+def _scaled(function, factor):
+    def forward(*args, **kwargs):
+        return function(*args, **kwargs) * factor
+
+    return forward
+
+
+REPLACED = {
+    "function": lambda module, factor: _scaled(module.forward, factor),
+    "partial": lambda module, factor: functools.partial(_scaled(module.forward, factor)),
+    "bound method": lambda module, factor: types.MethodType(
+        lambda self, hidden: _scaled(type(self).forward, factor)(self, hidden), module
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_a_replaced_forward_is_noticed_also_at_an_old_address(kind):
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    mlp = model.model.layers[1].mlp
+    for number in range(6):
+        mlp.forward = REPLACED[kind](mlp, 1.1 + 0.1 * number)
+        is_noticed(model, cache)
+        del mlp.forward
+        assert number > 0 or reused(model, cache) == 0
+        assert reused(model, cache) == WHOLE
+    assert len(cache._store.shelves) == 1
+
+
+class _NoWeakReference:
+    """A callable that can't be told from another one at its address later."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def test_a_forward_that_can_not_be_recognised_never_matches():
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    mlp = model.model.layers[1].mlp
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    mlp.forward = _NoWeakReference(mlp.forward)
+    for _ in range(10):
+        assert reused(model, cache) == 0
+        assert len(cache._store.shelves) <= 2
+    del mlp.forward
+    assert reused(model, cache) == WHOLE
+
+
+def test_a_patched_class_or_function_is_noticed(monkeypatch):
+    """As kernel libraries do it: for all models of a type at once, also those that exist."""
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    original = modeling_llama.apply_rotary_pos_emb
+    for target, name, replacement in (
+        (modeling_llama.LlamaMLP, "forward", _scaled(modeling_llama.LlamaMLP.forward, 1.5)),
+        (modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, **options: original(q, k, cos, -sin)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, name, replacement)
+            is_noticed(model, cache)
+        assert reused(model, cache) == WHOLE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_cast_model_shares_no_row_with_what_it_was(dtype):
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    model.to(dtype)
+    for expected in (0, WHOLE):
+        answer = ask(model, PROMPT, cache)
+        assert answer.report.exact_tokens == expected
+        want = ask(model, PROMPT)
+        assert (answer.first - want.first).abs().max() < {8: 1e-4}.get(dtype.itemsize, 0.3)
+    model.to(torch.float32)
+    is_noticed(model, cache)
+
+
+def test_a_resized_vocabulary_is_noticed():
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    model.resize_token_embeddings(300)
+    is_noticed(model, cache)
+    model.baseline = fingerprint(model)
+
+
+def test_another_attention_implementation_has_rows_of_its_own():
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    model.set_attn_implementation("eager")
+    is_noticed(model, cache)
+    model.set_attn_implementation("sdpa")
+    assert reused(model, cache) == WHOLE
+
+
+def test_models_made_one_after_the_other_share_nothing():
+    cache = SuffixCache(fidelity="exact")
+    for seed in range(4):
+        model = make_model(seed=seed)
+        is_noticed(model, cache)
+        assert len(cache._store.shelves) == 1  # what the one before left is gone
+        forget(model)
+        del model
+        gc.collect()
+
+
+def test_a_model_at_the_address_of_a_dead_one_is_another():
+    table, addresses, identities = IdentityTable(lambda model: ""), set(), []
+    for number in range(50):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+        torch.nn.init.constant_(model[0].weight, number % 2)
+        addresses.add(id(model))
+        identity, gone = table.get(model, 10)
+        assert identity not in identities and gone == []
+        identities.append(identity)
+        del model
+    assert len(addresses) < 50  # control
+    assert all(map(table.lost, identities))
+
+
+def test_a_compiled_model_keeps_its_identity():
+    model, table = make_model(), make_table()
+    first, _ = table.get(model, 1000)
+    model.compile(backend="eager")
+    assert [table.get(model, 1000) for _ in range(3)] == [(first, [])] * 3
+    model.forward = torch.compile(model.forward, backend="eager")
+    compiled, _ = table.get(model, 1000)
+    assert compiled is not first and table.get(model, 1000) == (compiled, [])
+    forget(model)
+
+
+def test_autocast_is_refused():
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answer = same_as_vanilla(model, PROMPT, cache)
+        assert "autocast" in answer.report.reason and answer.report.exact_tokens == 0
+    assert reused(model, cache) == WHOLE
+
+
+# -- what torch counts no version for -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [48, 250])
+def test_a_dense_write_through_data_is_noticed(tokens):
+    ids = old_text(tokens, 5)
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache, ids), reused(model, cache, ids)) == (0, tokens - 1)
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    version = weight._version
+    weight.data.add_(torch.randn_like(weight) * 0.3)
+    assert weight._version == version  # control: torch does not know
+    is_noticed(model, cache, ids)
+
+
+def test_weights_on_another_device_are_sampled_for_long_prompts_and_after_changes(monkeypatch):
+    """No other device is at hand: the means for them are used on the CPU's tensors."""
+    monkeypatch.setattr(sample, "_is_plain_memory", lambda tensor: False)
+    model, table = make_model(), make_table()
+    attention = model.model.layers[1].self_attn
+    first, _ = table.get(model, 100)
+    attention.v_proj.weight.data.mul_(1.5)
+    assert table.get(model, 200) == (first, [])  # documented: not looked at for a short prompt
+    second, gone = table.get(model, 201)
+    assert second is not first and gone == [first]
+    attention.v_proj.weight.data.mul_(1.5)
     attention.scaling *= 2
-    check()
+    third, gone = table.get(model, 10)
+    assert third.digest != second.digest and gone == []
     attention.scaling /= 2
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
-    check()
-    hook.remove()
-    check()
+    fourth, gone = table.get(model, 10)  # seemingly back at the second state
+    assert fourth is not second and second in gone
+
+
+def test_a_sparse_write_through_data_is_not_seen_and_clear_heals_it():
+    """Documented first: nothing short of reading all weights could see it."""
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    model.model.layers[0].self_attn.v_proj.weight.data.view(-1)[1] += 100
+    stale = ask(model, PROMPT, cache)
+    assert stale.report.exact_tokens == WHOLE
+    assert (stale.first - ask(model, PROMPT).first).abs().max() > 1e-2  # control: it would have mattered
+    cache.clear()
+    is_noticed(model, cache)
+
+
+TENSORS = {
+    "float32": lambda: torch.randn(40, 30),
+    "bfloat16": lambda: torch.randn(40, 30).bfloat16(),
+    "float16": lambda: torch.randn(40, 30).half(),
+    "float64": lambda: torch.randn(9).double(),
+    "float8": lambda: torch.randn(40, 30).to(torch.float8_e4m3fn),
+    "int8": lambda: torch.randint(-9, 9, (40, 30), dtype=torch.int8),
+    "bool": lambda: torch.rand(40, 30) > 0.5,
+    "complex": lambda: torch.randn(40, 30, dtype=torch.complex64),
+    "conjugate": lambda: torch.randn(40, 30, dtype=torch.complex64).conj(),
+    "scalar": lambda: torch.tensor(3.0),
+    "transposed": lambda: torch.randn(40, 30).t(),
+    "expanded": lambda: torch.randn(40, 1).expand(40, 30),
+    "slice": lambda: torch.randn(80, 60)[3:43, 5:35],
+    "quantised": lambda: torch.quantize_per_tensor(torch.randn(40, 30), 0.1, 0, torch.qint8),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(40, 30)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", TENSORS)
+def test_the_sample_reads_every_kind_of_tensor_and_depends_on_values_only(kind, monkeypatch):
+    torch.manual_seed(1)
+    first = TENSORS[kind]()
+    torch.manual_seed(2)
+    other = TENSORS[kind]() if kind != "scalar" else torch.tensor(4.0)
+    tensors = [torch.ones(3), first, torch.ones(3)]
+    digest = Sample(tensors).digest(tensors)
+    assert digest == Sample(tensors).digest(tensors)
+    copies = [torch.ones(3), first.detach().clone().contiguous(), torch.ones(3)]
+    if kind != "conjugate":  # clone keeps it lazy
+        assert Sample(copies).digest(copies) == digest
+    others = [torch.ones(3), other, torch.ones(3)]
+    assert Sample(others).digest(others) != digest
+    monkeypatch.setattr(sample, "_is_plain_memory", lambda tensor: False)
+    assert Sample(tensors).digest(tensors) == digest  # by torch's means as by the gather over memory
+
+
+def test_the_sample_takes_tensors_without_elements_to_read():
+    for tensor in (torch.empty(4, 4, device="meta"), torch.empty(0), torch.eye(3).to_sparse()):
+        assert Sample([tensor, torch.ones(2)]).digest([tensor, torch.ones(2)])
+    with torch.inference_mode():
+        made = torch.randn(30, 30)
+    assert Sample([made]).digest([made]) == Sample([made.clone()]).digest([made.clone()])
+
+
+def test_a_model_made_in_inference_mode_has_an_identity():
+    with torch.inference_mode():
+        model = make_model()
+    table, cache = make_table(), SuffixCache(fidelity="exact")
+    first, _ = table.get(model, 1000)
+    assert table.get(model, 1000) == (first, [])
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    with torch.inference_mode():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    is_noticed(model, cache)
+
+
+def test_the_digest_is_the_same_in_another_process():
+    script = (
+        "import sys; sys.path[:0] = ['tests', '.']; import torch; torch.set_num_threads(1)\n"
+        "from tiny_models import make_model; from hf_suffix_cache.identity import IdentityTable\n"
+        "print(*[IdentityTable(lambda model: '').get(make_model(seed=s), 9)[0].digest for s in (0, 1)])"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=root,
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = [make_table().get(make_model(seed=seed), 9)[0].digest for seed in (0, 1)]
+    assert done.stdout.split() == here and here[0] != here[1]
+
+
+# -- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_found_again_and_the_oldest_are_given_up():
+    model, table = make_model(), make_table()
+    attention = model.model.layers[1].self_attn
+    identities = []
+    for number in range(8):
+        attention.scaling = 1.0 + number
+        identity, gone = table.get(model, 10)
+        identities.append(identity)
+        assert gone == []
+    attention.scaling = 1.0
+    assert table.get(model, 10) == (identities[0], [])
+    attention.scaling = 99.0
+    assert table.get(model, 10)[1] == [identities[1]]  # the longest unused
+    attention.scaling = 0.25
+
+
+def test_a_changed_weight_ends_every_state_that_it_acts_in():
+    model, table = make_model(), make_table()
+    attention = model.model.layers[1].self_attn
+    first, _ = table.get(model, 10)
+    attention.scaling *= 2
+    second, _ = table.get(model, 10)
+    with torch.no_grad():
+        attention.k_proj.weight.mul_(2)
+    third, gone = table.get(model, 10)
+    assert gone == [first, second]
+    attention.scaling /= 2
+    assert table.get(model, 10)[0] not in (first, second, third)
+
+
+def test_equal_states_of_models_of_one_config_have_equal_settings():
+    table = make_table()
+    first, second = (table.get(make_model(seed=seed), 10)[0] for seed in (0, 1))
+    assert first.settings == second.settings and first.digest != second.digest
+    assert table.get(make_model("mistral"), 10)[0].settings != first.settings
+
+
+def test_modules_added_or_replaced_make_another_identity():
+    model, table = make_model(), make_table()
+    first, _ = table.get(model, 10)
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+    second, gone = table.get(model, 10)
+    assert second is not first and gone == []
+    layers[0], layers[1] = layers[1], layers[0]
+    assert table.get(model, 10) == (first, [])
+    model.model.norm = torch.nn.Identity()
+    assert set(table.get(model, 10)[1]) == {first, second}
+    forget(model)
+
+
+def test_nothing_is_kept_alive():
+    """With hooks and forwards that refer to the model, as accelerate's do."""
+    model, table = make_model(), make_table()
+    layer = model.model.layers[0]
+
+    class Hook:
+        def __call__(self, module, args, output):
+            return None
+
+    def new_forward(module, *args, **kwargs):
+        return type(module).forward(module, *args, **kwargs)
+
+    hook = Hook()
+    layer.register_forward_hook(hook)
+    for module in (model, layer.mlp):
+        module.forward = functools.partial(new_forward, module)
+    layer.owner = [1, 2]
+    table.get(model, 1000)
+    table.get(model, 1000)
+    watched = [weakref.ref(each) for each in (model, layer, layer.mlp.up_proj.weight, hook, model.forward)]
+    watched.append(weakref.ref(layer.mlp.up_proj.weight.untyped_storage()))
+    identity, _ = table.get(model, 10)
+    replaced = weakref.ref(layer.mlp.down_proj.weight)
+    layer.mlp.down_proj.weight = torch.nn.Parameter(torch.ones(64, 96))
+    assert replaced() is None  # a replaced weight is free at once
+    assert not table.lost(identity)
+    forget(model)
+    del model, layer, hook, module
+    gc.collect()
+    assert [reference() for reference in watched] == [None] * len(watched)
+    assert table.lost(identity)
+
+
+def test_a_serial_is_never_given_twice():
+    serials, numbers = Serials(), set()
+    for _ in range(200):
+        function = functools.partial(print)  # at the address of the one before, as a rule
+        number = serials.of(function)
+        assert number == serials.of(function) and serials.alive([number])
+        assert number not in numbers
+        numbers.add(number)
+        del function
+        assert not serials.alive([number])
+    slotted = _NoWeakReference(print)
+    assert serials.of(slotted) != serials.of(slotted)
+
+
+# -- state that lies elsewhere --------------------------------------------------------------------------------------
+
+
+def test_offloaded_weights_are_those_in_the_map():
+    model, table = make_model(), make_table()
+    bare, _ = table.get(model, 1000)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert model.model.layers[0].self_attn.k_proj.weight.is_meta  # control
+    first, _ = table.get(model, 1000)
+    assert first is not bare and first.digest == bare.digest
+    with torch.no_grad():
+        model(IDS)
+    assert table.get(model, 1000) == (first, [])
+    kept = model.lm_head._hf_hook.hooks if hasattr(model.lm_head._hf_hook, "hooks") else [model.lm_head._hf_hook]
+    weights = next(hook.weights_map for hook in kept if getattr(hook, "weights_map", None) is not None).dataset
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights = getattr(weights, "state_dict", weights)
+    with torch.no_grad():
+        weights[name].mul_(1.5)
+    second, gone = table.get(model, 10)
+    assert second is not first and first in gone
+    weights[name] = weights[name].clone()
+    assert table.get(model, 10)[0] is not second
+    forget(model)
+
+
+def test_rows_of_an_offloaded_model_are_reused_until_a_weight_changes():
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    weights = model.lm_head._hf_hook.weights_map.dataset
+    weights = getattr(weights, "state_dict", weights)
+    with torch.no_grad():
+        weights["model.layers.0.self_attn.k_proj.weight"].mul_(1.5)
+    is_noticed(model, cache)
+    forget(model)
+
+
+def test_weights_offloaded_to_disk_are_known_by_their_files(tmp_path):
+    model, table = make_model(), make_table()
+    accelerate.disk_offload(model, str(tmp_path), execution_device="cpu")
+    first, _ = table.get(model, 1000)
+    with torch.no_grad():
+        model(IDS)
+    assert table.get(model, 1000) == (first, [])
+    file = tmp_path / "model.layers.0.self_attn.k_proj.weight.dat"
+    file.write_bytes(bytes(len(file.read_bytes())))
+    assert table.get(model, 10)[0] is not first
+    forget(model)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_packed_weights_are_known_by_their_object():
+    model, table = make_model(), make_table()
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    first, _ = table.get(quantised, 1000)
+    assert table.get(quantised, 1000) == (first, [])
+    layer = quantised.model.layers[0].self_attn.k_proj
+    weight, bias = layer._weight_bias()
+    layer.set_weight_bias(weight, bias)
+    second, gone = table.get(quantised, 1000)
+    assert second is not first and gone == [first]
+
+
+LONGROPE = dict(
+    rope_type="longrope",
+    short_factor=[1.0] * 8,
+    long_factor=[4.0] * 8,
+    factor=4.0,
+    original_max_position_embeddings=64,
+    rope_theta=10000.0,
+)
+DYNAMIC = dict(rope_type="dynamic", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
+
+
+@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=lambda rope: rope["rope_type"])
+def test_state_of_length_dependent_rope_is_left_to_its_regime(rope):
+    model = make_model(rope_parameters=rope, max_position_embeddings=64 if rope is DYNAMIC else 256)
+    table, rotary = make_table(), model.model.rotary_emb
+    first, _ = table.get(model, 1000)
+    before = rotary.inv_freq.clone()
+    with torch.no_grad():
+        model(torch.tensor([old_text(100, 1)]))
+    assert not torch.equal(rotary.inv_freq, before)  # control: the forward changed it
+    assert table.get(model, 1000) == (first, [])
+    with torch.no_grad():
+        model(torch.tensor([old_text(20, 1)]))
+    assert table.get(model, 1000) == (first, [])
+    rotary.original_inv_freq = rotary.original_inv_freq * 0.7
+    assert table.get(model, 1000)[0] is not first
+    plain = make_model()
+    kept, _ = table.get(plain, 1000)
+    plain.model.rotary_emb.inv_freq.data.mul_(0.7)  # of any other rope it counts
+    assert table.get(plain, 1000)[0] is not kept
+
+
+def test_nothing_is_refused_without_a_reason():
+    assert refusal(make_model()) is None
 
 
 def test_new_tensor_at_an_old_address_is_noticed():
