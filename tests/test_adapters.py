@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from hf_suffix_cache import SuffixCache
+from hf_suffix_cache.attention import own_implementation
+from hf_suffix_cache.identity import IdentityTable, sample
 from reference import ask, check_pool, max_difference, same_answer, same_as_vanilla
 from tiny_models import fingerprint, forget, make_model, new_text, old_text
 
@@ -153,6 +155,27 @@ def test_merged_and_unmerged_adapters():
         layer_of(wrapped).lora_B["B"].weight.mul_(3)
     wrapped.merge_adapter(["B"])  # merged as before, but other weights
     assert (reused(wrapped, cache), reused(wrapped, cache)) == (0, WHOLE)
+
+
+def test_what_was_merged_is_known_also_where_weights_are_not_sampled(monkeypatch):
+    """On another device: a merge counts no version, and a short prompt is worth no look at the weights."""
+    monkeypatch.setattr(sample, "_is_plain_memory", lambda tensor: False)
+    wrapped = adapted("A", "B")
+    model, table, seen = wrapped.get_base_model(), IdentityTable(own_implementation), []
+
+    def is_new() -> bool:
+        seen.append(table.get(model, 10)[0])
+        assert table.get(model, 10)[0] is seen[-1]  # control
+        return seen[-1] not in seen[:-1]
+
+    monkeypatch.setattr(sample.Sample, "digest", lambda self, tensors: "")  # as if no sampled element changed
+    assert is_new()
+    for change in (1.0, 3.0):
+        with torch.no_grad():
+            layer_of(wrapped).lora_B["B"].weight.mul_(change)
+        wrapped.merge_adapter(["B"])
+        assert is_new()
+        wrapped.unmerge_adapter()
 
 
 def test_merged_adapters_that_are_disabled():

@@ -476,6 +476,19 @@ def test_weights_on_another_device_are_sampled_for_long_prompts_and_after_change
     assert fourth is not second and second in gone
 
 
+def test_a_tensor_at_an_old_address_is_another_also_where_it_is_not_sampled(monkeypatch):
+    monkeypatch.setattr(sample, "_is_plain_memory", lambda tensor: False)
+    table, model = IdentityTable(lambda model: ""), torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+    identities, addresses = [], set()
+    for _ in range(50):
+        model[0].weight = None
+        model[0].weight = torch.nn.Parameter(torch.ones(4, 4))
+        addresses.add(model[0].weight.data_ptr())
+        identities.append(table.get(model, 10)[0])
+        assert table.get(model, 10)[0] is identities[-1]
+    assert len(addresses) < 50 and len(set(identities)) == 50
+
+
 def test_a_sparse_write_through_data_is_not_seen_and_clear_heals_it():
     """Documented first: nothing short of reading all weights could see it."""
     model, cache = make_model(), SuffixCache(fidelity="exact")
@@ -581,6 +594,9 @@ def test_states_are_found_again_and_the_oldest_are_given_up():
     assert table.get(model, 10) == (identities[0], [])
     attention.scaling = 99.0
     assert table.get(model, 10)[1] == [identities[1]]  # the longest unused
+    attention.scaling = 2.0
+    again, gone = table.get(model, 10)
+    assert again is not identities[1] and gone == [identities[2]]
     attention.scaling = 0.25
 
 

@@ -19,6 +19,7 @@ class _Plan:
     Args:
         state (`tuple`): Disabled, active adapters, merged adapters.
         containers (`list[tuple]`): Name, kind and size of the layer's dicts of parts by adapter.
+        children (`int`), others (`list[str]`): How many children the layer has, and which are no such dicts.
         whole (`bool`): The parts can't be told apart by adapter: all of the layer counts.
         parts (`list[tuple]`): Name and kind of a container, and an adapter that acts.
         tables (`list[tuple]`): Name of a dict of numbers by adapter, and an adapter that acts.
@@ -28,13 +29,26 @@ class _Plan:
     layer: weakref.ref
     state: tuple
     containers: list
+    children: int
+    others: list
     whole: bool
     parts: list
     tables: list
     names: tuple
 
+    def holds(self, layer: torch.nn.Module, state: tuple) -> bool:
+        """Whether the plan was made for this layer, and nothing came or went since."""
+        modules = layer._modules
+        if self.layer() is not layer or self.state != state or self.children != len(modules):
+            return False
+        for name, kind, size in self.containers:
+            if len(modules[name].__dict__[kind]) != size:
+                return False
+        return True
+
     @property
     def is_asleep(self) -> bool:
+        """Whether nothing of an adapter acts in the layer."""
         return not self.whole and not self.parts
 
 
@@ -59,33 +73,26 @@ class Adapters:
 
     def acting(self, layer: torch.nn.Module, tensors: list, settings: list) -> list[torch.nn.Module]:
         """
-        Children of an adapter layer that act in its forward, the wrapped module first. Tensors that lie in no module
-        of their own are added to `tensors`, the choice of adapters and its numbers to `settings`.
+        Children of an adapter layer that act in its forward, the wrapped module first; the layer must have been given
+        to `awake` just before. Tensors that lie in no module of their own are added to `tensors`, the choice of
+        adapters and its numbers to `settings`.
         """
-        plan = self._plan(layer)
+        plan = self._plans[id(layer)]
         modules, own = layer._modules, layer.__dict__
-        if plan.whole:
-            settings.append(plan.names)
-            return list(modules.values())
-        dicts = {name for name, _, _ in plan.containers}
-        children = [child for name, child in modules.items() if name not in dicts]
+        children = [modules[name] for name in plan.others]
         for name, kind, adapter in plan.parts:
             (children if kind == "_modules" else tensors).append(modules[name].__dict__[kind][adapter])
-        settings.append(plan.names)
-        settings += [_plain(own[name].get(adapter)) for name, adapter in plan.tables]
+        values = [own[name].get(adapter) for name, adapter in plan.tables]
+        if not PLAIN.issuperset(map(type, values)):
+            values = [_plain(value) for value in values]
+        settings += (plan.names, *values)
         return children
 
     def _plan(self, layer: torch.nn.Module) -> _Plan:
         plan = self._plans.get(id(layer))
         state = (layer._disable_adapters, layer._active_adapter, layer.merged_adapters)
-        if plan is not None and plan.layer() is layer and plan.state == state:
-            modules = layer._modules
-            for name, kind, size in plan.containers:
-                if len(modules[name].__dict__[kind]) != size:
-                    break
-            else:
-                return plan
-        plan = self._plans[id(layer)] = _make_plan(layer, state)
+        if plan is None or not plan.holds(layer, state):
+            plan = self._plans[id(layer)] = _make_plan(layer, state)
         return plan
 
     def forget_dead(self) -> None:
@@ -95,26 +102,33 @@ class Adapters:
 
 def _make_plan(layer: torch.nn.Module, state: tuple) -> _Plan:
     disabled, active, merged = state
-    state = (disabled, active if isinstance(active, str) else list(active), list(merged))
-    names = dict.fromkeys([*([active] if isinstance(active, str) else active), *merged])
-    if disabled:  # a merged layer unmerges before it runs
-        names = {}
+    active = [active] if isinstance(active, str) else active
+    # of a disabled layer nothing acts: if it is merged it unmerges before it runs
+    names = {} if disabled else dict.fromkeys([*active, *merged])
+    modules, own = layer._modules, layer.__dict__
     first, others = layer.adapter_layer_names, getattr(layer, "other_param_names", ())
-    kinds = {name: _kind(layer._modules.get(name)) for name in (*first, *others)}
+    kinds = {name: _kind(modules.get(name)) for name in (*first, *others)}
     whole = any(kinds[name] is None for name in first)
-    containers = [(name, kind, len(layer._modules[name].__dict__[kind])) for name, kind in kinds.items() if kind]
+    found = [] if whole else [(name, kind) for name, kind in kinds.items() if kind is not None]
     parts = [
         (name, kind, adapter)
         for adapter in names
-        for name, kind, _ in containers
-        if layer._modules[name].__dict__[kind].get(adapter) is not None
+        for name, kind in found
+        if modules[name].__dict__[kind].get(adapter) is not None
     ]
     acting = tuple(name for name in names if any(name == adapter for _, _, adapter in parts))
-    own = layer.__dict__
     tables = [name for name in (*others, "lora_variant") if type(own.get(name)) is dict]
-    said = (repr(state),) if whole else (acting, tuple(name for name in merged if name in acting))
-    asked = [(name, adapter) for name in tables for adapter in acting]
-    return _Plan(weakref.ref(layer), state, containers, whole, parts, asked, said)
+    return _Plan(
+        layer=weakref.ref(layer),
+        state=(disabled, state[1] if isinstance(state[1], str) else list(active), list(merged)),
+        containers=[(name, kind, len(modules[name].__dict__[kind])) for name, kind in found],
+        children=len(modules),
+        others=[name for name in modules if name not in dict(found)],
+        whole=whole,
+        parts=parts,
+        tables=[(name, adapter) for name in tables for adapter in acting],
+        names=(repr(state),) if whole else (acting, tuple(name for name in merged if name in acting)),
+    )
 
 
 def is_adapter(module: torch.nn.Module) -> bool:

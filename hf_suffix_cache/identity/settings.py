@@ -53,7 +53,7 @@ def effective_modules(model: torch.nn.Module, adapters: Adapters, reading: Readi
     Modules that act in a forward, breadth first, each once: wrapped modules stand in the place of adapter layers in
     which nothing is switched on. Adapters' own tensors and settings are added to the reading.
     """
-    modules, seen = [model], {id(model)}
+    modules, seen = [adapters.awake(model)], {id(model)}
     for module in modules:
         children = module._modules
         if not children:
@@ -65,7 +65,7 @@ def effective_modules(model: torch.nn.Module, adapters: Adapters, reading: Readi
         for child in children:
             if child is None:
                 continue
-            if child._modules and is_adapter(child):
+            if child._modules and getattr(type(child), "adapter_layer_names", None) is not None:
                 child = adapters.awake(child)
             if id(child) not in seen:
                 seen.add(id(child))
