@@ -33,7 +33,7 @@ def check_model(name: str) -> int:
     """Measure a model and print what was found; 1 if its rows can't be moved."""
     from transformers import AutoModelForCausalLM
 
-    from .capability import measure
+    from .measurement import measure
 
     try:
         model = AutoModelForCausalLM.from_pretrained(name).eval()
@@ -41,11 +41,7 @@ def check_model(name: str) -> int:
         print(f"{name} could not be loaded as a causal language model: {error}", file=sys.stderr)
         return 2
     capability = measure(model)
-    print(f"{type(model).__name__}: {capability.kind}" + (f" ({capability.reason})" if capability.reason else ""))
-    if capability.shapes:
-        row_bytes = sum(shape.row_bytes for shape in capability.shapes)
-        windows = sorted({window for window in capability.windows if window is not None})
-        print(f"{len(capability.shapes)} layers, {row_bytes:,} bytes per row, sliding windows: {windows or 'none'}")
+    print(f"{type(model).__name__}: {capability}")
     return 0 if capability.kind == "shift" else 1
 
 

@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from . import generation
-from .capability import CapabilityTable
+from .attention import own_implementation
+from .capability import Capability, input_device
 from .comparison import Comparison, compare
 from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names
-from .identity import IdentityTable
+from .identity import Identity, IdentityTable, refusal
 from .inputs import Refused
+from .measurement import CapabilityTable
+from .regimes import RotaryRegimes
 from .registration import register
 from .report import CacheStats, ReuseReport
 from .request import Request
@@ -38,7 +41,7 @@ class _Owned:
     def __init__(self, config: SuffixCacheConfig):
         self.store = Store(config)
         self.capabilities = CapabilityTable()
-        self.identities = IdentityTable()
+        self.identities = IdentityTable(own_implementation)
         self.stats = CacheStats(
             bytes_used=lambda: self.store.bytes_used,
             bytes_total=lambda: self.store.bytes_total,
@@ -138,23 +141,47 @@ class SuffixCache(Cache):
         """A request with its view for one call of a model; raises `Refused` with a reason if reuse can't serve it."""
         if model.training:
             raise Refused("the model is in training mode; call model.eval() to reuse rows")
-        if torch.is_autocast_enabled(model.device.type):
+        if torch.is_autocast_enabled(input_device(model).type):
             raise Refused("autocast is on: rows would depend on a setting that can't be seen later")
-        capability, rows = self._owned.capabilities.get(model)
-        if capability.kind != "shift":
+        reason = refusal(model)
+        if reason is not None:
+            raise Refused(reason)
+        identity = self._identity(model, options.get("prompt_columns") or 10**9)
+        capability, rows = self._owned.capabilities.get(model, identity.settings)
+        if capability.kind == "none":
             raise Refused(capability.reason)
-        identity, before = self._owned.identities.get(model)
-        if before is not None:
-            self._store.forget(before)
-        self._store.forget_lost(self._owned.identities.lost)
-        shelf = self._store.shelf(identity, self._scope(), capability.shapes)
-        specs = {shape.rotary for shape in capability.shapes if shape.rotary is not None}
+        regimes = RotaryRegimes(model) if capability.length_dependent else None
+        if regimes is not None and options.get("chunk"):
+            raise Refused("prefill_chunk_size: each chunk would have rotary frequencies of its own")
+        specs = {
+            spec for shape in capability.shapes for spec in (shape.rotary, shape.value_rotary) if spec is not None
+        }
 
         def frequencies():
             return {spec: spec.frequencies(model) for spec in specs}
 
-        view = View(self._store, shelf, capability)
-        return Request(view, self.config, frequencies, capability_rows=rows, **options)
+        def shelf_of(regime: bytes = b""):
+            return self._store.shelf(identity, (*self._scope(), regime), capability.shapes)
+
+        view = View(self._store, shelf_of(), capability)
+        return Request(
+            view,
+            self.config,
+            frequencies,
+            capability=capability,
+            capability_rows=rows,
+            regimes=regimes,
+            shelf_of=shelf_of,
+            **options,
+        )
+
+    def _identity(self, model: PreTrainedModel, tokens: int) -> Identity:
+        """The model's identity now; rows of identities that can never return are forgotten."""
+        identity, gone = self._owned.identities.get(model, tokens)
+        for old in gone:
+            self._store.forget(old)
+        self._store.forget_lost(self._owned.identities.lost)
+        return identity
 
     def _scope(self) -> tuple:
         return ("anonymous", self.config.namespace)
@@ -188,10 +215,22 @@ class SuffixCache(Cache):
             `int`: Tokens stored. Raises `UnsupportedModelError` for a model whose rows can't be stored.
         """
         _check_model(model)
-        capability, _ = self._owned.capabilities.get(model)
-        if capability.kind != "shift":
-            raise UnsupportedModelError(f"rows of this {type(model).__name__} can't be stored: {capability.reason}.")
+        capability = self.capability(model)
+        if capability.kind == "none" or (capability.kind == "prefix" and at != "front"):
+            remedy = ' Only at="front" can be registered.' if capability.kind == "prefix" else ""
+            raise UnsupportedModelError(
+                f"rows of this {type(model).__name__} can't be registered {at}: {capability.reason}.{remedy}"
+            )
         return register(self, model, texts_or_ids, tokenizer, at)
+
+    def capability(self, model: PreTrainedModel) -> Capability:
+        """
+        What was measured of this model, at its first use or now: `kind` is `"shift"` (rows can be reused anywhere),
+        `"prefix"` (at the front only) or `"none"`; `reason` says why it is not `"shift"`.
+        """
+        _check_model(model)
+        identity = self._identity(model, 0)
+        return self._owned.capabilities.get(model, identity.settings)[0]
 
     # -- managing -----------------------------------------------------------------------------------------------
 

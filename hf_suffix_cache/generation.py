@@ -125,7 +125,7 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
     if request.chunk:
         args, kwargs = call.without_chunks(args, kwargs)
     kwargs[cache_argument(model)] = request.view
-    with hooked(model), closing(request):
+    with hooked(model), closing(request), request.hold():
         output = original(model, *args, **kwargs)
         request.finish(handed_out=not isinstance(output, torch.Tensor))
     report = request.report
@@ -329,6 +329,8 @@ def _before_forward(model, args: tuple, kwargs: dict):
 @torch.compiler.disable
 def _after_forward(model, args: tuple, kwargs: dict, output):
     request = _request_of(model, kwargs)
+    if request is not None and request.state == "decoding":
+        request.forwarded()
     if request is not None and request.state == "prefill":
         request.prefilled()
         attachments = _attached.get(model)

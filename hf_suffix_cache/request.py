@@ -1,16 +1,15 @@
-"""One call from its prompt to its commit: plan, materialise, probe, repair, and what is stored afterwards."""
+"""One call from its prompt to its commit: plan, materialise, run, and what is stored afterwards."""
 
 import logging
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import numpy as np
 import torch
 
-from .attention import Probe, open_pass
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
-from .prompt import EXACT, SHIFTED, PlannedRow
-from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, preset
+from .passes import Passes
+from .prompt import PlannedRow
 from .report import ReuseReport
 from .store.store import Draft
 from .view import View
@@ -36,7 +35,10 @@ class Request:
         chunk (`int`, *optional*): Rows that one forward may run (`prefill_chunk_size`).
         keep_last (`int`, *optional*): Rows whose logits are needed; None: what the forward's `logits_to_keep` says.
         store_answer (`bool`): Whether generated rows may be stored (beams' rows may not).
-        capability_rows (`int`): Rows that were run to measure the model.
+        capability (`Capability`): What the model can do.
+        capability_rows (`int`): Rows that were run to measure it now.
+        regimes (`RotaryRegimes`, *optional*): Given where rotary frequencies depend on the length of the text.
+        shelf_of (callable, *optional*): The shelf of a regime.
     """
 
     def __init__(
@@ -53,10 +55,19 @@ class Request:
         chunk=None,
         keep_last=None,
         store_answer=True,
+        capability=None,
         capability_rows=0,
+        regimes=None,
+        shelf_of=None,
     ):
         self.view = view
-        self.config = config
+        self.capability = capability
+        # rows that can't be moved are planned as if no approximation was allowed
+        self.config = config if capability.kind == "shift" else config.replace(fidelity="exact")
+        self.regimes = regimes
+        self.shelf_of = shelf_of
+        self.regime: bytes | None = None
+        self.regime_columns: int | None = None  # columns that were computed in that regime
         self.frequencies = frequencies
         self.prompt_columns = prompt_columns
         self.caller_rows = caller_rows
@@ -71,9 +82,17 @@ class Request:
         self.report = ReuseReport(capability_rows=capability_rows)
         self.started = time.perf_counter()
         self._passes = ExitStack()
+        self._held = False
         self._adopted = None
         self.batch: PromptBatch | None = None
         view.request = self
+
+    @contextmanager
+    def hold(self):
+        """Inside, the whole call runs from the rotary state of a new model, and leaves the model's as it was found."""
+        with self.regimes.cold() if self.regimes is not None else nullcontext():
+            self._held = True
+            yield
 
     # -- the first forward --------------------------------------------------------------------------------------
 
@@ -85,21 +104,37 @@ class Request:
         except Refused as refusal:
             return self._plain(kwargs, str(refusal))
         self.view.group, self.view.prompt_columns = self.batch.group, self.batch.prompt_columns
+        if self.capability.kind == "prefix" and not self.capability.takes_positions and self.batch.pads.any():
+            return self._plain(kwargs, "the model counts padding as positions, so padded rows may stand anywhere")
         try:
+            if self.regimes is not None:
+                if not self._held:
+                    self._passes.enter_context(self.regimes.cold())
+                self.regime = self.regimes.enter(int(self.batch.columns - self.batch.pads.min()))
+                self.view.shelf = self.shelf_of(self.regime)
             self._plan(kwargs)
             self._materialise()
         except Exception as error:  # never half a view: whatever failed, this call prefills as if nothing was stored
             logger.warning("reuse failed, this call runs a full prefill", exc_info=True)
             self._drop_plan()
             return self._plain(kwargs, f"reuse failed: {type(error).__name__}: {error}")
-        return self._run(model, kwargs)
+        passes = Passes(
+            self.view, self.batch, self.rows, self.config, self.capability, self.chunk, self.report, self._passes
+        )
+        return passes.run(model, kwargs)
 
     def prefilled(self) -> None:
         """Called after the first forward, also when it raised."""
         self._passes.close()
+        self.forwarded()
         if self.state == "prefill":
             self.state = "decoding"
             self.report.timings["first_token"] = time.perf_counter() - self.started
+
+    def forwarded(self) -> None:
+        """Called after every forward: rows that were computed by other frequencies belong to another shelf."""
+        if self.regime is not None and self.regimes.current() == self.regime:
+            self.regime_columns = self.view.get_seq_length()
 
     def _plain(self, kwargs: dict, reason: str) -> dict:
         """A full prefill through the empty view, not stored."""
@@ -200,138 +235,6 @@ class Request:
             self._adopted.busy = False
             self._adopted = None
 
-    # -- passes -------------------------------------------------------------------------------------------------
-
-    def _run(self, model, kwargs: dict) -> dict:
-        """Run all passes but the last; return the last one's arguments."""
-        new = self._columns(lambda row: row.computed)
-        new[self.batch.prompt_columns :] = True
-        seams = self._columns(lambda row: row.seams)
-        chosen = np.zeros_like(new)
-        last = new
-        if any((row.kinds == SHIFTED).any() for row in self.rows):
-            started = time.perf_counter()
-            policy, fraction = preset(self.config.fidelity, self.config.repair, self.config.repair_fraction)
-            probed, attention = False, None
-            if policy.needs_attention and not self._probe_pays(new, seams, fraction):
-                self.report.reason = "a probe would cost what reuse saves; the first rows of each run were repaired"
-                policy = FirstRows()
-            elif policy.needs_attention and (fraction > 0 or seams.any()):
-                policy, probed, attention = self._probe(model, kwargs, new, policy)
-            chosen = seams | self._select(policy, fraction, attention)
-            last = new | chosen
-            if probed:
-                # rows left of the first repaired one are final already; the answer's logits come from this pass
-                first = np.argmax(chosen) if chosen.any() else self.batch.columns - self._kept(kwargs)
-                last[:first] = False
-            self.report.timings["repair"] = time.perf_counter() - started
-        for row in self.rows:
-            # chosen for repair, or computed for a neighbour's sake: one forward runs the same columns of every row
-            row.mark_recomputed(np.flatnonzero(new | chosen))
-        self.report.set_spans([row.spans() for row in self.rows])
-        return self._last_pass(model, kwargs, np.flatnonzero(last))
-
-    def _columns(self, of_row) -> np.ndarray:
-        """Union over the prompts: bool `[columns]`. One forward runs the same columns of every batch row."""
-        union = np.zeros(self.batch.columns, dtype=bool)
-        for row in self.rows:
-            union[row.pad : row.pad + len(row.ids)] |= of_row(row)
-        return union
-
-    def _probe_pays(self, new: np.ndarray, seams: np.ndarray, fraction: float) -> bool:
-        """Whether probe and repair together run fewer rows than a prefill behind the exact prefix would."""
-        shifted = self._columns(lambda row: row.kinds == SHIFTED)
-        repaired = max(seams.sum(), sum(row.repair_request(fraction, None).budget for row in self.rows))
-        twice = new[np.argmax(shifted) :].sum()  # new rows behind the first moved one run again with the repaired ones
-        plain = self._columns(lambda row: row.kinds != EXACT).sum()
-        return new.sum() + repaired + twice < plain
-
-    def _kept(self, kwargs: dict) -> int:
-        asked = kwargs.get("logits_to_keep", 0)
-        return asked if isinstance(asked, int) and asked > 0 else 1
-
-    def _probe(self, model, kwargs: dict, new: np.ndarray, policy):
-        """Run the new rows and read what the last of them attend to: (policy, whether rows ran, attention or None)."""
-        columns = np.flatnonzero(new)
-        queries = int(np.count_nonzero(new[-PROBE_QUERIES:]))
-        if queries < MIN_PROBE_QUERIES or not new[-queries:].all():
-            self.report.reason = "too few new rows to ask about; the first rows of each run were repaired"
-            return FirstRows(), False, None
-        probe = Probe(queries, first_layer=len(self.view.layers) // 2)
-        self._forward(model, kwargs, columns, probe)
-        attention = probe.attention()
-        if attention is None:
-            self.report.reason = "the model's attention can't be read: the first rows of each run were repaired"
-            return FirstRows(), True, None
-        return policy, True, attention.numpy()
-
-    def _select(self, policy, fraction: float, attention) -> np.ndarray:
-        """Columns that the policy wants recomputed: bool `[columns]`."""
-        chosen = np.zeros(self.batch.columns, dtype=bool)
-        for number, row in enumerate(self.rows):
-            columns = slice(row.pad, row.pad + len(row.ids))
-            seen = None if attention is None else attention[number * self.batch.group, columns]
-            request = row.repair_request(fraction, seen)
-            if policy.needs_attention and (seen is None or not request.spare):
-                continue
-            positions = np.asarray(policy.select(request), dtype=np.int64)
-            if len(positions) and not (positions.min() >= 0 and positions.max() < len(row.ids)):
-                raise ValueError(
-                    f"{type(policy).__name__}.select named positions from {positions.min()} to {positions.max()} in a "
-                    f"prompt of {len(row.ids)} tokens."
-                )
-            if len(positions) and not request.shifted[positions].all():
-                named = positions[~request.shifted[positions]].tolist()
-                raise ValueError(f"{type(policy).__name__}.select named rows that are not shifted: {named}.")
-            chosen[row.pad + positions] = True
-        return chosen
-
-    def _forward(self, model, kwargs: dict, columns: np.ndarray, probe: Probe | None = None) -> None:
-        """
-        A scattered forward whose output nobody needs, in chunks if the caller asked for them. Columns behind a chunk
-        may not have been written yet, and are not handed out.
-        """
-        for part in self._chunks(columns):
-            reader = probe if part[-1] == columns[-1] else None
-            with torch.no_grad(), open_pass(model, reader), self.view.scatter(part, int(part[-1]) + 1):
-                model.forward(**self._arguments(kwargs, part, last=False))
-            self.report.computed_rows += self.batch.rows * len(part)
-
-    def _last_pass(self, model, kwargs: dict, columns: np.ndarray) -> dict:
-        """Arguments of the forward that transformers itself runs; what it needs open stays open until it returns."""
-        *before, part = self._chunks(columns)
-        for early in before:
-            self._forward(model, kwargs, early)
-        self.report.computed_rows += self.batch.rows * len(part)
-        contiguous = part[-1] - part[0] + 1 == len(part) and part[-1] == self.batch.columns - 1
-        self.view.set_length(int(part[0]) if contiguous else 0)
-        if contiguous and part[0] == 0:
-            return kwargs
-        if not contiguous:
-            self._passes.enter_context(open_pass(model))
-            self._passes.enter_context(self.view.scatter(part, self.batch.columns))
-        return self._arguments(kwargs, part, last=True)
-
-    def _chunks(self, columns: np.ndarray) -> list[np.ndarray]:
-        if not self.chunk or len(columns) <= self.chunk:
-            return [columns]
-        return np.array_split(columns, range(self.chunk, len(columns), self.chunk))
-
-    def _arguments(self, kwargs: dict, columns: np.ndarray, last: bool) -> dict:
-        """The call's arguments for some of its columns. A 2-D mask stays whole: it speaks of keys."""
-        ids = kwargs["input_ids"]
-        index = torch.from_numpy(columns).to(ids.device)
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            counted = np.maximum(np.arange(self.batch.columns) - self.batch.pads[:, None], 0)
-            positions = torch.from_numpy(counted).to(ids.device)
-        changed = {**kwargs, "input_ids": ids.index_select(1, index), "position_ids": positions.index_select(1, index)}
-        if kwargs.get("token_type_ids") is not None:
-            changed["token_type_ids"] = kwargs["token_type_ids"].index_select(1, index)
-        if not last and "logits_to_keep" in kwargs:
-            changed["logits_to_keep"] = 1
-        return changed
-
     # -- the end ------------------------------------------------------------------------------------------------
 
     def finish(self, handed_out: bool = False) -> None:
@@ -341,6 +244,8 @@ class Request:
         view = self.view
         tokens = torch.cat(view.fed, dim=1).cpu().numpy() if view.fed else np.empty((0, 0), dtype=np.int64)
         whole = tokens.shape[1] == view.get_seq_length() and not view.altered
+        if self.regime is not None:
+            tokens = tokens[:, : min(self.regime_columns or 0, tokens.shape[1])]
         with view.store.lock:
             self._give_back()
             try:
@@ -374,7 +279,7 @@ class Request:
         for row in self.rows:
             self.view.shelf.unpin(row.segments())
         # a cycle, or the frequencies' hold on the model, would keep both alive until a garbage collection
-        self.view.request = self.frequencies = None
+        self.view.request = self.frequencies = self.regimes = self.shelf_of = None
         if handed_out:
             self.view.hand_out()
         else:

@@ -116,6 +116,17 @@ class ViewLayer(CacheLayerMixin):
             part.copy_(part.index_select(0, beam_idx.to(tensor.device)))
 
 
+class NoRows(ViewLayer):
+    """A layer without rows of its own: it uses another layer's (KV sharing), or has no attention."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Measured not to be called."""
+        raise NotImplementedError("this layer kept no rows when the model was measured, and now it does.")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Nothing to reorder."""
+
+
 def _write(buffer, states, slots, start, first, stop) -> torch.Tensor:
     """Write states into the buffer without a graph; hand out rows [first, stop), with the states' own graph if any."""
     with torch.no_grad():
@@ -154,10 +165,21 @@ class View(Cache):
 
     It reports a length of 0 until the first forward, so that `generate` passes the whole prompt; `Request` decides
     in that forward what is computed. The view only holds rows; it never decides.
+
+    Args:
+        store (`Store`), shelf (`Shelf`): Where its memory comes from.
+        capability (`Capability`): Layout of the model's cache layers.
     """
 
     def __init__(self, store: Store, shelf: Shelf, capability: Capability):
-        super().__init__(layers=[ViewLayer(self, window) for window in capability.windows])
+        shapes, windows = capability.layers, capability.windows
+        super().__init__(
+            layers=[
+                NoRows(self, None) if shape is None else ViewLayer(self, window)
+                for shape, window in zip(shapes, windows, strict=True)
+            ]
+        )
+        self.own_layers = [layer for layer in self.layers if not isinstance(layer, NoRows)]
         self.store = store
         self.shelf = shelf
         self._lease: list[Extent | None] = [None]  # shared with the finalizer of a view that was handed out
@@ -182,7 +204,7 @@ class View(Cache):
         pool = self.shelf.pool
         # a view tensor made in inference mode could not be written in a later grad-enabled forward
         with torch.inference_mode(False):
-            for index, layer in enumerate(self.layers):
+            for index, layer in enumerate(self.own_layers):
                 keys, values = pool.layer_tensors(extent.slab, index)
                 layer.bind(extent.layer_view(keys), extent.layer_view(values))
 
@@ -198,9 +220,9 @@ class View(Cache):
             if grown is not None:
                 self.lay_over(grown)
                 return
-        before = [(layer.keys, layer.values) for layer in self.layers]
+        before = [(layer.keys, layer.values) for layer in self.own_layers]
         self.lay_over(self.store.allocate(self.shelf, columns + max(GROWTH_ROWS, columns // 2), batch))
-        for layer, (keys, values) in zip(self.layers, before, strict=True):
+        for layer, (keys, values) in zip(self.own_layers, before, strict=True):
             if keys is not None and keys.shape[0] == batch:
                 layer._keys[:, :, : keys.shape[2]] = keys
                 layer._values[:, :, : values.shape[2]] = values
@@ -226,7 +248,7 @@ class View(Cache):
     @contextmanager
     def scatter(self, columns: np.ndarray, total: int):
         """Inside, an update writes its queries to `columns` and hands out columns [0, total)."""
-        device = self.layers[0].device
+        device = self.own_layers[0].device
         self.slots, self.total = torch.from_numpy(columns).to(device), total
         try:
             yield
@@ -238,8 +260,22 @@ class View(Cache):
         for layer in self.layers:
             layer.length = length
 
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Layers without rows, which masks are not made for."""
+        return [isinstance(layer, NoRows) for layer in self.layers]
+
+    def __bool__(self) -> bool:
+        """Whether it holds rows: Phi-3 drops a cache that is true when a long prompt begins."""
+        return self.get_seq_length() > 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens so far."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        return self.own_layers[0].length if layer is None or isinstance(layer, NoRows) else layer.length
+
     def get_query_offset(self, layer_idx: int = 0):
-        """Columns before the first query; in a scattered pass each query's own offset."""
+        """Columns before the first query; in a scattered pass each query's own offset, `[queries]`."""
         if self.slots is None:
             return self.get_seq_length(layer_idx)
         offset = self.slots - torch.arange(len(self.slots), device=self.slots.device)
@@ -285,9 +321,9 @@ class View(Cache):
     def _rebatch(self, rows: torch.Tensor) -> None:
         self.altered = True
         old = self.extent
-        before = [(layer.keys, layer.values) for layer in self.layers]
+        before = [(layer.keys, layer.values) for layer in self.own_layers]
         self.lay_over(self.store.allocate(self.shelf, old.rows, len(rows)))
-        for layer, (keys, values) in zip(self.layers, before, strict=True):
+        for layer, (keys, values) in zip(self.own_layers, before, strict=True):
             layer._keys[:, :, : layer.length] = keys.index_select(0, rows.to(keys.device))
             layer._values[:, :, : layer.length] = values.index_select(0, rows.to(values.device))
         self.store.release(self.shelf, old)

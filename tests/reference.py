@@ -167,7 +167,9 @@ def first_layer_is_fresh(model, rows, ids, tolerance: float = 1e-5) -> None:
     (keys, values), (want_keys, want_values) = rows[0], fresh_rows(model, ids)[0]
     length = len(ids)
     assert torch.allclose(keys[:, :length], want_keys, rtol=0, atol=tolerance * max(1.0, want_keys.abs().max().item()))
-    assert torch.allclose(values[:, :length], want_values, rtol=0, atol=tolerance)
+    assert torch.allclose(
+        values[:, :length], want_values, rtol=0, atol=tolerance * max(1.0, want_values.abs().max().item())
+    )
 
 
 # -- work -----------------------------------------------------------------------------------------------------------
@@ -179,12 +181,12 @@ class LayerSpy:
     def __init__(self, model):
         self.calls: list[tuple[int, int]] = []
         self.addresses: list[int] = []  # where layer 0's keys lay after each forward
-        model.model.layers[0].register_forward_hook(self._count, with_kwargs=True)
+        first_decoder_layer(model).register_forward_hook(self._count, with_kwargs=True)
 
     def _count(self, layer, args, kwargs, output):
         hidden = args[0] if args else kwargs["hidden_states"]
         self.calls.append(tuple(hidden.shape[:2]))
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        cache = kwargs.get("cache", kwargs.get("past_key_values", kwargs.get("layer_past")))
         if cache is not None and len(getattr(cache, "layers", ())) and cache.layers[0].keys is not None:
             self.addresses.append(cache.layers[0].keys.data_ptr())
 
@@ -196,6 +198,13 @@ class LayerSpy:
 
     def clear(self) -> None:
         self.calls, self.addresses = [], []
+
+
+def first_decoder_layer(model):
+    """The first of as many modules in one list as the model has layers."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    return next(module for module in lists if len(module) == count)[0]
 
 
 def work_is_reported(model, answer: Answer, decoded_rows: int = 0) -> int:

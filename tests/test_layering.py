@@ -9,10 +9,11 @@ PACKAGE = Path(__file__).parent.parent / "hf_suffix_cache"
 
 TIERS = [
     {"config"},
-    {"kernels", "rope", "masks"},
+    {"kernels", "rope", "masks", "regimes"},
     {"store"},
     {"view", "planning", "repair", "capability", "identity", "attention", "report"},
-    {"prompt"},
+    {"prompt", "measurement"},
+    {"passes"},
     {"request"},
     {"learn", "generation"},
     {"cache"},
@@ -27,13 +28,13 @@ SIDEWAYS = {
 # Parts of a module that has been split, one noun a file: they belong to the module named here.
 PART_OF = {
     "strip": "report",
-    "inputs": "request",
+    "inputs": "prompt",
     "comparison": "cache",
     "registration": "cache",
     "diagnosis": "cache",
 }
 FORBIDDEN = {("generation", "store"): "generation knows a store by its open_view method only"}
-MAY_NAME_TRANSFORMERS = {"__main__", "cache", "view", "generation", "attention", "capability", "learn"}
+MAY_NAME_TRANSFORMERS = {"__main__", "cache", "view", "generation", "attention", "capability", "measurement", "learn"}
 WITHOUT_TORCH = {"config", "planning", "repair", "report"}
 
 

@@ -33,18 +33,45 @@ _LLAMA3 = dict(
     rope_theta=10000.0,
 )
 _LINEAR = dict(rope_type="linear", factor=4.0, rope_theta=10000.0)
+ORIGINAL_LENGTH = 64  # of the models whose frequencies depend on the length
+_YARN = dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=64)
+_DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=10000.0)
+_LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    long_factor=[1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0],
+    original_max_position_embeddings=ORIGINAL_LENGTH,
+)
+_PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25)
+_NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+_HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
+_GPT2 = dict(
+    vocab_size=VOCAB,
+    n_embd=64,
+    n_layer=3,
+    n_head=4,
+    n_positions=512,
+    initializer_range=0.3,
+    bos_token_id=1,
+    eos_token_id=None,
+    pad_token_id=0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
 
 
 def _sized(config_class, **changes):
     return lambda: config_class(**{**_SIZES, **changes})
 
 
-# What part 1 supports: plain full-width rotary keys, as measured (gemma3: two frequency buffers, one for each kind of
-# layer). `mistral` has a window of 16 tokens, so its three layers see 45 tokens back.
+# Rows of these can be moved. `mistral` has a window of 16 tokens, so its three layers see 45 tokens back.
 SUPPORTED = {
     "llama": _sized(transformers.LlamaConfig),
     "llama3_scaling": _sized(transformers.LlamaConfig, rope_parameters=_LLAMA3),
     "linear_scaling": _sized(transformers.LlamaConfig, rope_parameters=_LINEAR),
+    "yarn": _sized(transformers.LlamaConfig, rope_parameters=_YARN),
     "qwen2": _sized(transformers.Qwen2Config),
     "qwen3": _sized(transformers.Qwen3Config, head_dim=16),
     "mistral": _sized(transformers.MistralConfig, sliding_window=16),
@@ -54,32 +81,84 @@ SUPPORTED = {
         head_dim=16,
         sliding_window=16,
         query_pre_attn_scalar=16,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=_HYBRID,
     ),
-}
-CORE = ("llama", "qwen2", "qwen3", "mistral")  # what DESIGN.md's oracles run on
-
-# Decoders whose keys are not plain full-width rotary ones: transformers' own behaviour and a reason.
-UNSUPPORTED = {
-    "gpt2": lambda: transformers.GPT2Config(
+    "phi3": _sized(
+        transformers.Phi3Config,
+        rope_parameters=_LONGROPE,
+        original_max_position_embeddings=ORIGINAL_LENGTH,
+        sliding_window=None,
+    ),
+    "gpt_neox": _sized(transformers.GPTNeoXConfig, rope_parameters=_PARTIAL),
+    "phi": _sized(transformers.PhiConfig, rope_parameters={**_PARTIAL, "partial_rotary_factor": 0.5}),
+    "stablelm": _sized(transformers.StableLmConfig, rope_parameters=_PARTIAL),
+    "cohere": _sized(transformers.CohereConfig),
+    "cohere2": _sized(transformers.Cohere2Config, sliding_window=16, layer_types=_HYBRID),
+    "glm": _sized(transformers.GlmConfig, head_dim=16, rope_parameters={**_PARTIAL, "partial_rotary_factor": 0.5}),
+    "gptj": lambda: transformers.GPTJConfig(rotary_dim=8, **{**_GPT2, "n_positions": 2048}),
+    "nanochat": _sized(transformers.NanoChatConfig),
+    "smollm3": _sized(transformers.SmolLM3Config, no_rope_layers=[1, 0, 1]),
+    "olmo3": _sized(transformers.Olmo3Config, sliding_window=16, layer_types=_HYBRID),
+    "gpt_oss": _sized(
+        transformers.GptOssConfig,
+        head_dim=16,
+        sliding_window=16,
+        layer_types=_HYBRID,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=_YARN,
+    ),
+    "deepseek_v3": _sized(
+        transformers.DeepseekV3Config,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=24,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
+    "bloom": lambda: transformers.BloomConfig(
         vocab_size=VOCAB,
-        n_embd=64,
+        hidden_size=64,
         n_layer=3,
         n_head=4,
-        n_positions=512,
         initializer_range=0.3,
         bos_token_id=1,
         eos_token_id=None,
-        pad_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        pad_token_id=None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
     ),
-    "gpt_neox": _sized(
-        transformers.GPTNeoXConfig,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.25),
-    ),
-    "cohere": _sized(transformers.CohereConfig),
+}
+CORE = ("llama", "qwen2", "qwen3", "mistral")  # what every oracle of DESIGN.md runs on, four times over
+BREADTH = tuple(
+    "phi3 gpt_neox phi stablelm cohere cohere2 glm gptj nanochat gemma3_text smollm3 deepseek_v3 olmo3 gpt_oss "
+    "bloom".split()
+)
+
+# Beyond its first length every other length is a regime of its own: nothing that runs on SUPPORTED fits it.
+_REGIMES = {
+    "dynamic": _sized(transformers.LlamaConfig, rope_parameters=_DYNAMIC, max_position_embeddings=ORIGINAL_LENGTH),
+}
+LENGTH_DEPENDENT = ("phi3", "dynamic")
+
+# Absolute positions: reuse at the front only.
+PREFIX = {
+    "gpt2": lambda: transformers.GPT2Config(**_GPT2),
+    "bert": _sized(transformers.BertConfig, is_decoder=True, max_position_embeddings=512, **_NO_DROPOUT),
+    "opt": _sized(transformers.OPTConfig, ffn_dim=96, word_embed_proj_dim=64, dropout=0.0, init_std=0.3),
+}
+
+# Rows of these can't be reused: transformers' own behaviour and a reason.
+UNSUPPORTED = {
     "mamba": lambda: transformers.MambaConfig(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -89,7 +168,20 @@ UNSUPPORTED = {
         eos_token_id=None,
         pad_token_id=0,
     ),
-    "bert": _sized(transformers.BertConfig, is_decoder=True, max_position_embeddings=512),
+    "qwen3_next": _sized(
+        transformers.Qwen3NextConfig,
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "bert_encoder": _sized(transformers.BertConfig, max_position_embeddings=512, **_NO_DROPOUT),
 }
 _ENCODER_DECODER = {
     "t5": lambda: transformers.T5Config(
@@ -105,7 +197,7 @@ _ENCODER_DECODER = {
         dropout_rate=0.0,
     ),
 }
-CONFIGS = {**SUPPORTED, **UNSUPPORTED, **_ENCODER_DECODER}
+CONFIGS = {**SUPPORTED, **_REGIMES, **PREFIX, **UNSUPPORTED, **_ENCODER_DECODER}
 
 _made: list[torch.nn.Module] = []  # held until the test that made them has been checked
 
@@ -125,7 +217,8 @@ def make_model(kind: str = "llama", seed: int = 0, attention: str = "sdpa", spy:
     for name, value in config_changes.items():
         setattr(config, name, value)
     auto = transformers.AutoModelForSeq2SeqLM if kind in _ENCODER_DECODER else transformers.AutoModelForCausalLM
-    options = {} if kind == "mamba" else {"attn_implementation": attention}
+    known = auto._model_mapping[type(config)]
+    options = {"attn_implementation": attention} if known._supports_sdpa else {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, **options).float().eval()

@@ -30,6 +30,7 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     rotary: RotarySpec | None = None
+    value_rotary: RotarySpec | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -306,35 +307,37 @@ class BlockPool:
             cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(destination) != 1) | (np.diff(moves) != 0)) + 1
             borders = np.concatenate(([0], cuts, [len(rows)]))
             for shape in self.groups:
-                source = (slab.keys[shape], slab.values[shape])
-                goal = (target.slab.keys[shape], target.slab.values[shape])
-                if len(rows) >= DIRECT_COPY_ROWS * (len(borders) - 1):
-                    _copy_runs(source, goal, rows, destination, moves, borders, frequencies.get(shape.rotary))
-                else:
-                    _copy_scattered(source, goal, rows, destination, moves, frequencies.get(shape.rotary))
+                slots = (
+                    (slab.keys[shape], target.slab.keys[shape], shape.rotary),
+                    (slab.values[shape], target.slab.values[shape], shape.value_rotary),
+                )
+                for source, goal, spec in slots:
+                    turn = None if spec is None else (frequencies.get(spec), spec)
+                    if len(rows) >= DIRECT_COPY_ROWS * (len(borders) - 1):
+                        _copy_runs(source, goal, rows, destination, moves, borders, turn)
+                    else:
+                        _copy_scattered(source, goal, rows, destination, moves, turn)
 
 
-def _copy_runs(source, goal, rows, destination, moves, borders, frequencies) -> None:
-    """Slice copies, one per run of neighbouring rows with one shift."""
+def _copy_runs(source, goal, rows, destination, moves, borders, turn) -> None:
+    """Slice copies, one per run of neighbouring rows with one shift. `turn`: a rotated slot's frequencies and spec."""
     for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
         here = slice(int(rows[start]), int(rows[start]) + stop - start)
         there = slice(int(destination[start]), int(destination[start]) + stop - start)
-        keys, shift = source[0][:, :, here], int(moves[start])
-        if shift and frequencies is not None:
-            keys = rotate_keys(keys, shift, frequencies)
-        goal[0][:, :, there] = keys
-        goal[1][:, :, there] = source[1][:, :, here]
+        states, shift = source[:, :, here], int(moves[start])
+        if shift and turn is not None:
+            states = rotate_keys(states, shift, *turn)
+        goal[:, :, there] = states
 
 
-def _copy_scattered(source, goal, rows, destination, moves, frequencies) -> None:
+def _copy_scattered(source, goal, rows, destination, moves, turn) -> None:
     """One indexed copy, each row with its own shift."""
-    device = source[0].device
+    device = source.device
     here = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
     there = torch.from_numpy(np.ascontiguousarray(destination)).to(device)
-    keys = source[0].index_select(2, here)
-    if moves.any() and frequencies is not None:
-        turned = rotate_keys(keys, torch.from_numpy(np.ascontiguousarray(moves)), frequencies)
+    states = source.index_select(2, here)
+    if moves.any() and turn is not None:
+        turned = rotate_keys(states, torch.from_numpy(np.ascontiguousarray(moves)), *turn)
         # rows that stay where they are keep their bits: a rotation by 0 would turn -0.0 into 0.0
-        keys = torch.where(torch.from_numpy(moves != 0).to(device)[:, None], turned, keys)
-    goal[0].index_copy_(2, there, keys)
-    goal[1].index_copy_(2, there, source[1].index_select(2, here))
+        states = torch.where(torch.from_numpy(moves != 0).to(device)[:, None], turned, states)
+    goal.index_copy_(2, there, states)
