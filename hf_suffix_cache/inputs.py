@@ -87,7 +87,10 @@ def describe_plain(report: ReuseReport, tokens: torch.Tensor, mask, caller_rows:
 
 
 def _is_plain(value) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
+    """Values that can't carry anything for a row; composites bring empty dicts for images that they don't have."""
+    return (
+        value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, (dict, list)) and not value)
+    )
 
 
 def _read_mask(mask, batch: int, columns: int) -> np.ndarray:
@@ -114,6 +117,12 @@ def _check_positions(given, positions: np.ndarray) -> None:
         return
     if given.dim() != 2:
         raise Refused("position_ids that are not [batch, tokens]")
+    if given.shape[1] != positions.shape[1] or given.shape[0] not in (1, positions.shape[0]):
+        raise ValueError(
+            f"`position_ids` has shape {tuple(given.shape)} but `input_ids` has {positions.shape}; without them, "
+            "`generate` makes them from `attention_mask`. Pass the whole prompt and a mask of its length: a "
+            "SuffixCache finds by itself what it has stored of it."
+        )
     given = np.broadcast_to(given.detach().cpu().numpy(), positions.shape)
     if not ((given == positions) | (positions < 0)).all():
         raise Refused("position_ids that don't count the tokens from 0")

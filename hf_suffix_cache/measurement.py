@@ -30,6 +30,7 @@ from .view import View
 PROBE_TOKENS = 12
 CONTINUED_FROM = 7  # the row from which a filled cache is continued
 CHANGED_FROM = 8  # the row from which tokens are changed, to see whether rows to the left notice
+PADS = 3  # padding before the second row of a batch
 SCATTERED = (3, 4, 8, 11)  # rows that are run alone, among the others
 FAR = 509  # positions between the two runs: far enough to tell slow frequencies apart, and prime
 KEPT = 64  # states (adapters, hooks, settings) whose measurement is remembered
@@ -162,12 +163,13 @@ class _Measurement:
             return Capability("none", reason)
         if not self._is_causal(near):
             return Capability("none", "rows change with tokens to their right: the model is not causal")
-        noise = self._stock_noise(logits, near)
+        kept, noise = self._stock_noise(logits)
+        if len(kept) < len(near):
+            return Capability("none", f"the model keeps {len(near)} layers where its own cache has {len(kept)}")
         if not noise <= STOCK_TOLERANCE[self.model.dtype]:
             return Capability("none", f"continuing a filled cache changes the model's own rows by {noise:.1g}")
         self.tolerance = max(self.tolerance, 3 * noise)
-        windows = [getattr(layer, "sliding_window", None) for layer in kept]
-        windows = (windows + [None] * len(near))[: len(near)]
+        windows = [getattr(layer, "sliding_window", None) for layer in kept[: len(near)]]
         plain = tuple(None if rows is None else _shape(*rows) for rows in near)
         capability = Capability("prefix", None, plain, tuple(windows), self.takes_positions, self.takes_mask)
         error = self._continued_error(capability, logits, near)
@@ -175,12 +177,14 @@ class _Measurement:
             return replace(capability, kind="none", reason=f"continuing our rows changes them by {error:.1g}")
         layers = self._fit(near)
         if isinstance(layers, str):
-            return replace(capability, reason=layers)
+            return replace(capability, reason=layers, batches=self._batches(capability, near))
         shift = replace(capability, kind="shift", layers=layers)
         error = self._scattered_error(shift, logits, near)
         if not error <= self.tolerance:
-            return replace(capability, reason=f"rows that are recomputed out of order differ by {error:.1g}")
-        return replace(shift, reads_attention=self._reads_attention(shift, logits, near))
+            reason = f"rows that are recomputed out of order differ by {error:.1g}"
+            return replace(capability, reason=reason, batches=self._batches(capability, near))
+        batches = self._batches(shift, near)
+        return replace(shift, batches=batches, reads_attention=self._reads_attention(shift, logits, near))
 
     def _geometry_problem(self, near: list) -> str | None:
         if not any(rows is not None for rows in near):
@@ -202,11 +206,11 @@ class _Measurement:
         left = range(CHANGED_FROM)
         return _rows_error(rows, near, left, left) <= STOCK_TOLERANCE[self.model.dtype]
 
-    def _stock_noise(self, logits, near: list) -> float:
-        """What transformers' own cache changes when it is continued."""
+    def _stock_noise(self, logits) -> tuple[list, float]:
+        """Layers of the cache that transformers itself would use, and what continuing it changes."""
         cache = self._forward(self.ids[:, :CONTINUED_FROM], 0, DynamicCache(config=self.model.config))[1]
         after, _ = self._forward(self.ids[:, CONTINUED_FROM:], CONTINUED_FROM, cache)
-        return _rms_error(after, logits[:, CONTINUED_FROM:])
+        return cache.layers, _rms_error(after, logits[:, CONTINUED_FROM:])
 
     def _continued_error(self, capability: Capability, logits, near: list) -> float:
         """Rows that a view gives behind the first ones, the last of them alone as in decoding."""
@@ -241,6 +245,34 @@ class _Measurement:
         if attention is None or attention.shape != (1, PROBE_TOKENS):
             return False
         return error <= self.tolerance and bool((attention.sum(dim=-1) - 1).abs().max() < 1e-2)
+
+    def _batches(self, capability: Capability, near: list) -> bool:
+        """Whether a batch comes out as its rows do alone: the second row is shorter, with padding on its left."""
+        pads = PADS if capability.takes_positions else 0  # without position_ids, padding would count as text
+        view = self._view(capability, near, batch=2)
+        for layer, rows in zip(view.layers, near, strict=True):
+            for states, fresh in zip((layer.keys, layer.values), rows or (), strict=False):
+                states[1, :, :pads] = 0.0
+                states[1, :, pads:] = fresh[0, :, : PROBE_TOKENS - pads]
+        ids = torch.cat([self.ids, self.ids.roll(pads, dims=1)])
+        mask = torch.ones(2, PROBE_TOKENS, dtype=torch.long, device=self.device)
+        mask[1, :pads] = 0
+        positions = (mask.cumsum(dim=1) - 1).clamp_min(0)
+        try:
+            for columns in (range(CONTINUED_FROM, PROBE_TOKENS), SCATTERED)[: 2 if capability.kind == "shift" else 1]:
+                columns = np.array(columns)
+                view.set_length(int(columns[0]))
+                scattered = columns[-1] - columns[0] + 1 != len(columns)
+                with open_pass(self.model), view.scatter(columns, PROBE_TOKENS) if scattered else nullcontext():
+                    self._forward(ids[:, columns], positions[:, columns], view, mask)
+                got = self._rows_of(view)
+                for row, first in ((0, 0), (1, pads)):
+                    alone = [None if rows is None else tuple(states[row : row + 1] for states in rows) for rows in got]
+                    if not _rows_error(alone, near, columns, columns - first) <= self.tolerance:
+                        return False
+        except Exception:  # such a model gets transformers' own cache for batches
+            return False
+        return True
 
     # -- positions ----------------------------------------------------------------------------------------------
 
@@ -317,9 +349,9 @@ class _Measurement:
         logits, cache = self._forward(ids, offset, DynamicCache())
         return logits, self._rows_of(cache)
 
-    def _forward(self, ids: torch.Tensor, positions, cache):
-        """One forward; `positions` are those of the ids, `[1, tokens]`, or the first one's."""
-        tokens = ids.shape[1]
+    def _forward(self, ids: torch.Tensor, positions, cache, mask: torch.Tensor | None = None):
+        """One forward; `positions` are those of the ids, `[batch, tokens]`, or the first one's."""
+        batch, tokens = ids.shape
         if isinstance(positions, int):
             keys = (0 if isinstance(cache, DynamicCache) and not cache.get_seq_length() else positions) + tokens
             positions = torch.arange(positions, positions + tokens, device=self.device)[None]
@@ -327,21 +359,23 @@ class _Measurement:
             keys = PROBE_TOKENS
         arguments = {"input_ids": ids, "use_cache": True, cache_argument(self.model): cache}
         if self.takes_mask:
-            arguments["attention_mask"] = torch.ones(1, keys, dtype=torch.long, device=self.device)
+            ones = torch.ones(batch, keys, dtype=torch.long, device=self.device)
+            arguments["attention_mask"] = ones if mask is None else mask
         if self.takes_positions:
             arguments["position_ids"] = positions
-        output = self.model.forward(**arguments)
-        self.rows += tokens
+        # not compiled: these few shapes would use up what a compiled forward may specialise on
+        output = torch.compiler.disable(self.model.forward)(**arguments)
+        self.rows += batch * tokens
         return output.logits, cache
 
     def _rows_of(self, cache) -> list:
         return [None if getattr(layer, "keys", None) is None else (layer.keys, layer.values) for layer in cache.layers]
 
-    def _view(self, capability: Capability, near: list) -> View:
-        """A view of our own that holds these rows; its memory is nobody else's."""
+    def _view(self, capability: Capability, near: list, batch: int = 1) -> View:
+        """A view of our own that holds these rows in every batch row; its memory is nobody else's."""
         store = Store(SuffixCacheConfig(max_bytes=1))
         view = View(store, store.shelf(self, (), capability.shapes), capability)
-        view.lay_over(view.shelf.pool.allocate_private(PROBE_TOKENS))
+        view.lay_over(view.shelf.pool.allocate_private(PROBE_TOKENS, batch))
         view.set_length(PROBE_TOKENS)
         for layer, rows in zip(view.layers, near, strict=True):
             if rows is not None:

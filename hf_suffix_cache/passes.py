@@ -24,6 +24,7 @@ class Passes:
         batch (`PromptBatch`), rows (list of `PlannedRow`): The prompts and their plans.
         config (`SuffixCacheConfig`), capability (`Capability`): Of this call and its model.
         chunk (`int`, *optional*): Rows that one forward may run.
+        whole (`bool`): Whether the logits of every column are wanted, padding included.
         report (`ReuseReport`): Counts the rows that run.
         stack (`ExitStack`): What the last pass needs open; the request closes it when that forward returns.
     """
@@ -36,6 +37,7 @@ class Passes:
         config,
         capability: Capability,
         chunk: int | None,
+        whole: bool,
         report: ReuseReport,
         stack: ExitStack,
     ):
@@ -45,13 +47,14 @@ class Passes:
         self.config = config
         self.capability = capability
         self.chunk = chunk
+        self.whole = whole
         self.report = report
         self._open = stack
 
     def run(self, model, kwargs: dict) -> dict:
         """Run all passes but the last; return the last one's arguments."""
         new = self._columns(lambda row: row.computed)
-        new[self.batch.prompt_columns :] = True
+        new[0 if self.whole else self.batch.prompt_columns :] = True
         if self.capability.kind == "prefix":
             new[np.argmax(new) :] = True  # such a model is only run on: what follows the first new row is new
         seams = self._columns(lambda row: row.seams)
@@ -145,7 +148,9 @@ class Passes:
         for part in self._chunks(columns):
             reader, total = probe if part[-1] == columns[-1] else None, int(part[-1]) + 1
             with torch.no_grad(), self._placed(model, part, total, reader):
-                model.forward(**self._arguments(kwargs, part, total, last=False))
+                # a probe's attention function is not the one that a compiled forward was compiled for
+                forward = model.forward if reader is None else torch.compiler.disable(model.forward)
+                forward(**self._arguments(kwargs, part, total, last=False))
             self.report.computed_rows += self.batch.rows * len(part)
 
     @contextmanager

@@ -83,6 +83,7 @@ class Request:
         self.started = time.perf_counter()
         self._passes = ExitStack()
         self._held = False
+        self._all_logits = False
         self._adopted = None
         self.batch: PromptBatch | None = None
         view.request = self
@@ -119,7 +120,15 @@ class Request:
             self._drop_plan()
             return self._plain(kwargs, f"reuse failed: {type(error).__name__}: {error}")
         passes = Passes(
-            self.view, self.batch, self.rows, self.config, self.capability, self.chunk, self.report, self._passes
+            self.view,
+            self.batch,
+            self.rows,
+            self.config,
+            self.capability,
+            self.chunk,
+            self._all_logits,
+            self.report,
+            self._passes,
         )
         return passes.run(model, kwargs)
 
@@ -173,7 +182,8 @@ class Request:
                 view.shelf.pin(planned.segments())
                 self.rows.append(planned)
                 self._touch(planned)
-        if keep_last is None and self.report.reason is None:
+        self._all_logits = keep_last is None
+        if self._all_logits and self.report.reason is None:
             self.report.reason = "the logits of every token were asked for, so every row runs; see `logits_to_keep`"
         self.report.prompt_tokens = sum(len(row.ids) for row in self.rows)
         self.report.timings["lookup"] = lookup
