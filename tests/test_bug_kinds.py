@@ -94,12 +94,20 @@ COVERAGE = {
         bug_kinds.eight_threads_under_eviction_while_statistics_are_read""",
     "same shapes, another model or dtype": """
         identity.two_models_of_the_same_shapes_share_no_row
-        identity.changed_weights_are_noticed
+        identity.a_cast_model_shares_no_row_with_what_it_was
+        identity.a_resized_vocabulary_is_noticed
+        identity.another_attention_implementation_has_rows_of_its_own
+        identity.models_made_one_after_the_other_share_nothing
+        identity.a_model_at_the_address_of_a_dead_one_is_another
+        identity.a_changed_setting_is_noticed_and_undone
         identity.new_tensor_at_an_old_address_is_noticed
         store.rows_of_a_dead_model_are_forgotten""",
     "weights changed in place": """
         identity.changed_weights_are_noticed
-        identity.settings_and_hooks_that_change_the_rows_are_noticed""",
+        identity.a_dense_write_through_data_is_noticed
+        identity.a_sparse_write_through_data_is_not_seen_and_clear_heals_it
+        identity.a_changed_weight_ends_every_state_that_it_acts_in
+        identity.a_foreign_hook_on_any_module_is_noticed""",
     "entry gone between lookup and use": """
         bug_kinds.entries_that_go_while_they_are_used
         failclosed.requests_after_clear_inside_a_request_stay_right

@@ -315,8 +315,14 @@ def _divergence_by_round(model, seed: int, rounds: int = 10) -> list[float]:
     return divergences
 
 
-@pytest.mark.parametrize("conversations", [12, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ALL_SLOW)
+@pytest.mark.parametrize(
+    "kind, conversations",
+    [
+        *((kind, 12) for kind in CORE),
+        *(pytest.param(kind, 50, marks=pytest.mark.slow) for kind in CORE),
+        *(pytest.param(kind, 12, marks=pytest.mark.slow) for kind in BREADTH),
+    ],
+)
 def test_o7_divergence_does_not_grow_over_a_conversation(kind, conversations):
     model = make_model(kind)
     table = torch.tensor([_divergence_by_round(model, 1000 * number) for number in range(conversations)])
