@@ -33,6 +33,7 @@ from reference import (
     check_report,
     first_layer_is_fresh,
     forgets_everything,
+    fresh_rows,
     in_threads,
     kinds_of,
     moved_pieces,
@@ -43,7 +44,7 @@ from reference import (
     stored,
     view_of,
 )
-from tiny_models import CORE, VOCAB, A, B, C, head, make_model, new_text, old_text, question
+from tiny_models import CORE, LENGTH_DEPENDENT, VOCAB, A, B, C, head, make_model, new_text, old_text, question
 
 # Kind of fault -> the tests that show that it can't happen, as `file.name` for `test_file.py::test_name`, with their
 # controls. `PARTS`: what waits for a later part of the series.
@@ -112,6 +113,14 @@ COVERAGE = {
         bug_kinds.entries_that_go_while_they_are_used
         failclosed.requests_after_clear_inside_a_request_stay_right
         store.compaction_leaves_slabs_alone_in_which_a_call_is_running""",
+    "frequencies that depend on the length": """
+        regimes.no_row_crosses_the_border_and_answers_are_those_of_a_new_model
+        regimes.control_without_the_fingerprint_a_wrong_answer_would_show
+        regimes.requests_around_the_border_equal_a_new_model
+        regimes.buffers_are_left_as_they_were_found
+        regimes.text_is_moved_within_a_regime
+        regimes.yarn_is_turned_right_at_any_distance
+        bug_kinds.moved_text_stays_on_its_side_of_the_first_length""",
     "mask, positions and length disagree": """
         bug_kinds.ids_mask_and_positions_that_disagree
         bug_kinds.a_second_cache_beside_the_first_is_an_error
@@ -430,6 +439,25 @@ def test_entries_that_go_while_they_are_used(fidelity, keep):
         check_pool(cache)
         same_as_vanilla(model, source, cache.using(fidelity="exact"))
         forgets_everything(cache)
+
+
+# -- frequencies that depend on the length --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_moved_text_stays_on_its_side_of_the_first_length(kind):
+    model, cache = make_model(kind), SuffixCache(tail_tokens=8)
+    short, long = head(0, 6) + B[:30] + question(0, 12), head(1, 20) + B[:30] + C + question(1)
+    ask(model, short, cache)
+    same_answer(ask(model, long, cache), ask(make_model(kind), long))  # nothing fits, so nothing is approximate
+    assert served(cache.last_report) == 0
+    within = head(2, 9) + B[:30] + question(2, 12)
+    answer, rows = served_rows(model, within, cache)
+    assert served(answer.report) == 30  # control: at the old length it is moved
+    first_layer_is_fresh(model, rows, within)
+    wrong = fresh_rows(model, long)[0][0][:, 20:50]  # what the long prompt would have been served instead
+    stale = fresh_rows(make_model(kind), head(0, 20) + B[:30])[0][0][:, 20:50]
+    assert (wrong - stale).abs().max() > 1e-2  # control: the two sides differ
 
 
 # -- attention mask, positions and length disagree ------------------------------------------------------------------
