@@ -74,7 +74,13 @@ def main() -> None:
         write_cache(taken, dtype, options, results)
         write_stock(taken, dtype, options, results)
         if dtype == "float32":
-            wrong = [control(model, case, options.tokens) for case in tqdm(cases[:CONTROLS], desc="control")]
+            wrong = [
+                journal.record(
+                    ["control", case.ids, case.other],
+                    lambda case=case, model=model: {"differs": control(model, case, options.tokens)},
+                )["differs"]
+                for case in tqdm(cases[:CONTROLS], desc="control")
+            ]
             note = f"stock, with another prompt's rows; must be above 0.5; {_source(options)}"
             add_share(results, "control", f"answers that differ within {options.tokens} tokens", wrong, note)
 
@@ -129,8 +135,8 @@ def in_two_forwards(model, ids: list[int], cut: int, tokens: int, filled_with: l
 
 
 def control(model, case: Case, tokens: int) -> bool:
-    """Whether the answer differs when the rows of the front are those of another prompt."""
-    cut = min(case.cut, len(case.other))
+    """Whether the answer differs when the rows of nine tenths of the prompt are those of another one."""
+    cut = min(len(case.ids) * 9 // 10, len(case.other))
     wrong = in_two_forwards(model, case.ids, cut, tokens, filled_with=case.other)
     return wrong.ids != ask(model, case.ids, tokens).ids
 

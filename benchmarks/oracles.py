@@ -5,7 +5,7 @@ both of its regimes); models with absolute positions, whose front alone is reuse
 SmolLM2-135M-Instruct. The tests in `tests/` assert the same things; here their figures are written down. The machine
 may be busy.
 
-    python -m benchmarks.oracles                       # 50 conversations for O7, about 25 minutes on 2 cores
+    python -m benchmarks.oracles                       # 50 conversations for O7, about 8 minutes on 2 cores
     python -m benchmarks.oracles --n 3 --no-smollm2 --output .cache/look
 """
 
@@ -58,8 +58,8 @@ ROUNDS = 10
 @dataclass
 class OraclesOptions(Options):
     """
-    `n` conversations for O7 (a third of them beyond the first four kinds); `prompts` for O1 on SmolLM2; `kinds`: which
-    tiny models, by comma; `data` as ever.
+    `n` conversations for O7 (with few, its ratio is noise); `prompts` for O1 on SmolLM2; `kinds`: which tiny models,
+    by comma; `data` as ever.
     """
 
     n: int = 50
@@ -89,7 +89,7 @@ def main() -> None:
             oracle(kind, add)
         if kind in LENGTH_DEPENDENT:
             regimes(kind, add)
-        o7_states(kind, options.n if kind in CORE else max(1, options.n // 3), add)
+        o7_states(kind, options.n, add)
         o9_inputs(kind, add)
     o9_models(Results("oracles", "tiny models that are refused", "float32", options))
     if options.smollm2:

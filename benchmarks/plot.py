@@ -175,7 +175,7 @@ def draw_nothing_in_common(table: Table) -> Figure:
 def draw_oracles(table: Table) -> Figure:
     """Logit differences of the oracles against those of their controls, on a logarithmic scale."""
     cases = [case for case in table.cases if case[:2] in ("O1", "O3", "O6")]
-    figure, axis = plt.subplots(figsize=(10, 3.8))
+    figure, axis = plt.subplots(figsize=(max(10.0, 0.22 * len(cases)), 3.8))
     floor = 1e-8  # a difference of exactly 0 has no place on the scale
     for place, case in enumerate(cases):
         for (other, metric), row in table.rows.items():
@@ -183,11 +183,11 @@ def draw_oracles(table: Table) -> Figure:
                 control = metric.startswith("control")
                 axis.scatter(place, max(float(row["value"]), floor), color=GREY if control else BLUE, s=18)
     axis.axhline(1e-4, color=TARGET, linestyle="dashed", label="bound, tiny models")
-    axis.set(yscale="log", ylabel="max abs logit difference")
+    axis.set(yscale="log", ylabel="max abs logit difference", ylim=(None, 3e3))
     axis.set_xticks(range(len(cases)), cases, rotation=60, fontsize=7, ha="right")
     axis.scatter([], [], color=BLUE, s=18, label="with the cache")
     axis.scatter([], [], color=GREY, s=18, label="negative control")
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, ncols=3, loc="upper right")
     return figure
 
 
