@@ -19,7 +19,7 @@ from .request import Request, closing
 from .view import View
 
 _lock = threading.RLock()
-_original_generate = None
+_originals: dict[str, object] = {}  # what install has wrapped: methods of GenerationMixin by name
 _hooked: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> [count, handles]
 _attached: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> attachments
 
@@ -36,20 +36,34 @@ def is_suffix_cache(value) -> bool:
 
 def install() -> None:
     """Wrap `GenerationMixin.generate`, once. A call without a SuffixCache goes straight through."""
-    global _original_generate
     with _lock:
-        if _original_generate is None:
-            _original_generate = GenerationMixin.generate
-            GenerationMixin.generate = _wrap(_original_generate)
+        for name, wrap in (("generate", _wrap), ("_prefill", _wrap_prefill)):
+            if name not in _originals:
+                _originals[name] = getattr(GenerationMixin, name)
+                setattr(GenerationMixin, name, wrap(_originals[name]))
 
 
 def uninstall() -> None:
     """Put transformers' own generate back. Making a SuffixCache installs the wrapper again."""
-    global _original_generate
     with _lock:
-        if _original_generate is not None:
-            GenerationMixin.generate = _original_generate
-            _original_generate = None
+        while _originals:
+            setattr(GenerationMixin, *_originals.popitem())
+
+
+def _wrap_prefill(original):
+    """
+    A model class with a generate of its own (MusicGen) brings the SuffixCache itself this far: it is an ordinary
+    growing cache there, which must not go on with what an earlier call has left in it.
+    """
+
+    @functools.wraps(original)
+    def _prefill(self, input_ids, generation_config, model_kwargs, *args, **kwargs):
+        for name in CACHE_NAMES:
+            if is_suffix_cache(model_kwargs.get(name)):
+                model_kwargs[name].reset()
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    return _prefill
 
 
 def _wrap(original):

@@ -539,6 +539,17 @@ def test_the_sample_reads_every_kind_of_tensor_and_depends_on_values_only(kind, 
     assert Sample(tensors).digest(tensors) == digest  # by torch's means as by the gather over memory
 
 
+def test_sampled_elements_lie_in_many_columns():
+    """A stride that is a multiple of the width would read one column of a matrix, and miss a write to all others."""
+    weight = torch.zeros(128, 128)
+    before, seen = Sample([weight]).digest([weight]), 0
+    for column in range(128):
+        weight[:, column] = 1
+        seen += Sample([weight]).digest([weight]) != before
+        weight[:, column] = 0
+    assert seen >= 12
+
+
 def test_the_sample_takes_tensors_without_elements_to_read():
     for tensor in (torch.empty(4, 4, device="meta"), torch.empty(0), torch.eye(3).to_sparse()):
         assert Sample([tensor, torch.ones(2)]).digest([tensor, torch.ones(2)])
