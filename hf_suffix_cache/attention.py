@@ -35,6 +35,7 @@ class Probe:
         self.first_layer = first_layer
         self._total: torch.Tensor | None = None
         self._layers = 0
+        self.windows: set[int | None] = set()  # windows, or chunk sizes, of the masks that were asked for
 
     def read(self, module, query, key, mask, scaling, softcap) -> None:
         """Read one layer: query `[batch, heads, q, d]`, key `[batch, kv_heads, k, d]`, mask `[batch, 1, q, k]`."""
@@ -135,8 +136,10 @@ def attention_forward(module, query, key, value, attention_mask, **kwargs):
 
 def mask_function(*args, **kwargs):
     """The mask of the implementation that `attention_forward` will use in this thread."""
-    own = _own(kwargs["config"])
-    if getattr(_thread, "current", None) is not None and own not in MODEL_BUILDS_MASKS:
+    own, current = _own(kwargs["config"]), getattr(_thread, "current", None)
+    if current is not None and current.probe is not None:
+        current.probe.windows.add(kwargs.get("local_size"))
+    if current is not None and own not in MODEL_BUILDS_MASKS:
         own = "sdpa"
     if own not in ALL_MASK_ATTENTION_FUNCTIONS:
         return kwargs.get("attention_mask")

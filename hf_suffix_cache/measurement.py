@@ -175,6 +175,10 @@ class _Measurement:
         error = self._continued_error(capability, logits, near)
         if not error <= self.tolerance:
             return replace(capability, kind="none", reason=f"continuing our rows changes them by {error:.1g}")
+        unmasked = set(capability.windows) - {None} - self._masked_windows(capability, near)
+        if unmasked:
+            reason = f"its cache forgets what is older than {min(unmasked)} tokens, but its masks don't"
+            return replace(capability, kind="none", reason=reason)
         layers = self._fit(near)
         if isinstance(layers, str):
             return replace(capability, reason=layers, batches=self._batches(capability, near))
@@ -222,6 +226,16 @@ class _Measurement:
             errors.append(_rms_error(got, logits[:, start:stop]))
         new = range(CONTINUED_FROM, PROBE_TOKENS)
         return max(*errors, _rows_error(self._rows_of(view), near, new, new))
+
+    def _masked_windows(self, capability: Capability, near: list) -> set[int | None]:
+        """Windows of the masks that the model asks for; these few tokens can't show what a window hides."""
+        if set(capability.windows) <= {None}:
+            return set()
+        view, probe = self._view(capability, near), Probe(1, first_layer=len(near))
+        view.set_length(CONTINUED_FROM)
+        with open_pass(self.model, probe):
+            self._forward(self.ids[:, CONTINUED_FROM:], CONTINUED_FROM, view)
+        return probe.windows
 
     def _scattered_error(self, capability: Capability, logits, near: list, probe: Probe | None = None) -> float:
         """Rows that are run among others; what lay in their place is spoilt first."""
