@@ -211,13 +211,15 @@ def _few(layer_types: list[str]) -> list[str]:
     return [kinds[i % len(kinds)] for i in range(LAYERS)]
 
 
-def build(model_type: str, seed: int = 0, attention: str | None = None):
+def build(model_type: str, seed: int = 0, attention: str | None = None, **changes):
     """
-    A tiny model of a type: fp32, eval mode, seeded weights that make every answer depend on its context.
+    A tiny model of a type: fp32, eval mode, seeded weights that make every answer depend on its context. `changes` are
+    fields of its configuration that shall be otherwise.
 
     Raises whatever the configuration or model class raises, and `ValueError` above 50M parameters.
     """
-    config = tiny_config(CONFIG_MAPPING[model_type], copy.deepcopy(OVERRIDES.get(model_type)))
+    overrides = {**OVERRIDES.get(model_type, {}), **changes}
+    config = tiny_config(CONFIG_MAPPING[model_type], copy.deepcopy(overrides))
     options = {"attn_implementation": attention} if attention else {}
     with torch.device("meta"):
         size = sum(p.numel() for p in _make(config, options).parameters())

@@ -28,6 +28,7 @@ STOCK_RAISES = {"gemma4_assistant", "gemma4_unified_assistant"}  # drafts need t
 STOCK_FORGETS = {"musicgen"}  # stock generate runs the last token of the prompt only
 OWN_GENERATE = {"musicgen", "musicgen_melody"}  # not transformers' generate, so that no call is served
 SERVED = [name for name in INSTALLED if name not in OWN_GENERATE]
+REUSING = [name for name in SERVED if TYPES[name].kind != "none"]
 NOT_SHIFT = [name for name in SERVED if TYPES[name].kind != "shift"]
 
 # Largest difference of logits, relative to the largest one. Two stock runs with other chunks of the prompt differ by
@@ -42,6 +43,35 @@ LONGER = FIRST + new_text(20, 3)
 DIVERGING = BASE[:45] + new_text(20, 4)
 HEAD, END = new_text(12, 5), new_text(9, 6)
 MOVED = HEAD + BASE + END
+_MIXED = ["sliding_attention", "full_attention"] * 2
+VARIANTS = {  # what a configuration can change of a type: the changes, and the kind
+    "falcon with alibi": ("falcon", {"alibi": True}, "shift"),
+    "falcon, new decoder": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "shift"),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True}, "shift"),
+    "gemma4, keys are values": ("gemma4_text", {"attention_k_eq_v": True, "num_kv_shared_layers": 0}, "shift"),
+    "gemma4_unified, shared": (
+        "gemma4_unified_text",
+        {"num_kv_shared_layers": 2, "layer_types": _MIXED},
+        "shift",
+    ),
+    "deepseek_v3, half-split": ("deepseek_v3", {"rope_interleave": False}, "shift"),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}, "shift"),
+    "lfm2, attention only": ("lfm2", {"layer_types": ["full_attention"] * 4}, "shift"),
+    "minimax_m3, dense": ("minimax_m3_vl_text", {"layer_types": None}, "shift"),
+    "roformer, turned values": ("roformer", {"rotary_value": True}, "prefix"),
+    "llama4, queries scaled from the start": (
+        "llama4_text",
+        {"no_rope_layers": [1, 0, 1, 0], "attn_temperature_tuning": True, "floor_scale": 16},
+        "prefix",
+    ),
+    "dory, last loop's rows": ("dory", {"recurrent_kv_cache_mode": "last_loop"}, "none"),
+    "gemma, bidirectional": ("gemma", {"use_bidirectional_attention": True}, "none"),
+    "gemma3, bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "none"),
+    "bert, an encoder": ("bert", {"is_decoder": False}, "none"),
+    "cpmant without a prompt": ("cpmant", {"prompt_length": 0}, "none"),
+    # The stock cache forgets what the mask shows: only the answers are compared, in which case no row can be right.
+    "moshi beyond its window": ("moshi", {"sliding_window": 16}, None),
+}
 NEAR = HEAD + BASE[:35] + END  # short: windows of 16 tokens in 4 layers still see the rows that a new head changes
 REQUESTS = {"first": FIRST, "repeat": FIRST, "longer": LONGER, "diverging": DIVERGING, "moved": MOVED}
 
@@ -81,13 +111,20 @@ def same(got: Answer, want: Answer) -> None:
         check_report(got.report)
 
 
+def places(model, start: int, stop: int) -> dict:
+    """Mask and, where the forward takes them, positions of the tokens `[start, stop)` of one prompt."""
+    arguments = {"attention_mask": torch.ones(1, stop, dtype=torch.long)}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        arguments["position_ids"] = torch.arange(start, stop)[None]
+    return arguments
+
+
 def first_layer(model, ids, offset: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[heads, tokens, dim]` of cache layer 0, from a full prefill by transformers alone."""
-    parameters = inspect.signature(model.forward).parameters
     cache = DynamicCache()  # made without the configuration it keeps the rows outside of a window too
-    arguments = {"attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-    if "position_ids" in parameters:
-        arguments["position_ids"] = torch.arange(offset, offset + len(ids))[None]
+    arguments = places(model, 0, len(ids))
+    if "position_ids" in arguments:
+        arguments["position_ids"] += offset
     with torch.no_grad():
         model(torch.tensor([ids]), use_cache=True, **arguments, **{cache_name(model): cache})
     return cache.layers[0].keys[0], cache.layers[0].values[0]
@@ -176,6 +213,22 @@ def test_o1_exact_answers_are_those_of_transformers(model_type):
     assert fingerprint(model) == before
 
 
+@pytest.mark.parametrize("model_type", REUSING)
+def test_o1_control_rows_of_another_text_are_noticed(model_type):
+    model = build(model_type)
+    other = new_text(40, 8) + FIRST[40:]
+    logits = []
+    for ids in (FIRST, other):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(torch.tensor([ids[:50]]), use_cache=True, **{cache_name(model): cache}, **places(model, 0, 50))
+            output = model(torch.tensor([FIRST[50:]]), **{cache_name(model): cache}, **places(model, 50, len(FIRST)))
+            logits.append(output.logits[:, -1])
+    want = ask(model, FIRST, steps=1, pad_token_id=0).scores
+    right, wrong = (difference(Answer(None, [scores], []), Answer(None, want, [])) for scores in logits)
+    assert right < TOLERANCE < CONTEXT < wrong
+
+
 @pytest.mark.parametrize("model_type", SERVED)
 def test_o1_left_padded_batches_are_those_of_transformers(model_type):
     model = build(model_type)
@@ -217,6 +270,39 @@ def test_generate_of_a_models_own_is_never_silently_wrong(model_type):
             continue
         same(got, want)
     assert cache.stats.segments == 0
+
+
+@pytest.mark.parametrize("model_type", ["bert", "ernie", "gemma3", "gpt2", "hrm_text", "rembert"])
+def test_token_types_are_never_answered_from_rows_of_others(model_type):
+    # segments of bert and its kin, embeddings of gpt2, and what gemma3 and hrm_text read in both directions
+    model = build(model_type)
+    marks = [{}, *({"token_type_ids": torch.full((1, len(FIRST)), value)} for value in (0, 1))]
+    wanted = [ask(model, FIRST, pad_token_id=0, **options) for options in marks]
+    assert difference(wanted[2], wanted[0]) > CONTEXT  # control: they matter
+    for stored in marks:
+        cache = SuffixCache(fidelity="exact")
+        ask(model, FIRST, cache, pad_token_id=0, **stored)
+        for options, want in zip(marks * 2, wanted * 2, strict=True):
+            same(ask(model, FIRST, cache, pad_token_id=0, **options), want)
+        assert ask(model, FIRST, cache, pad_token_id=0).report.exact_tokens == len(FIRST) - 1
+
+
+@pytest.mark.parametrize("variant", [name for name, row in VARIANTS.items() if row[0] in INSTALLED])
+def test_variants_of_a_configuration_are_measured_anew_and_never_silently_wrong(variant):
+    model_type, changes, kind = VARIANTS[variant]
+    model = build(model_type, **changes)
+    cache = SuffixCache(fidelity="exact")
+    measured = cache.capability(model)
+    assert measured.kind == kind or kind is None, measured.reason
+    for _ in range(2):
+        for ids in REQUESTS.values():
+            same(*answers(model, ids, cache))
+    if kind == "shift":
+        cache = SuffixCache(**{**UNREPAIRED, "repair_fraction": 1.0})
+        ask(model, FIRST, cache, pad_token_id=0)
+        got, want = answers(model, NEAR, cache)
+        same(got, want)
+        assert got.report.repaired_tokens == 35
 
 
 # -- O2 layer 0 -----------------------------------------------------------------------------------------------------
