@@ -59,12 +59,9 @@ class Sample:
 
 
 def _steps(tensor: torch.Tensor) -> tuple[int, int]:
-    """Number of sampled elements, and the distance between them: odd, so that they lie in different columns."""
+    """Number of sampled elements, and the distance between them; the first and (nearly) the last are among them."""
     total = tensor.numel()
-    if total <= SMALL:
-        return total, 1
-    step = (total - 1) // (ELEMENTS - 1)
-    return ELEMENTS, step - (step % 2 == 0)
+    return (total, 1) if total <= SMALL else (ELEMENTS, (total - 1) // (ELEMENTS - 1))
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
