@@ -21,11 +21,19 @@ class Sample:
 
     def __init__(self, tensors: list[torch.Tensor]):
         self._header = repr([(str(tensor.dtype), tuple(tensor.shape)) for tensor in tensors]).encode()
-        plain = [_is_plain_memory(tensor) for tensor in tensors]
-        self._others = [index for index, is_plain in enumerate(plain) if not is_plain]
-        addresses = [_addresses(tensor) for tensor, is_plain in zip(tensors, plain, strict=True) if is_plain]
-        self._sizes = [len(each) for each in addresses]
-        if addresses:
+        plain, self._groups, self._odd = [], {}, []
+        for index, tensor in enumerate(tensors):
+            if _is_plain_memory(tensor):
+                plain.append(index)
+            elif _is_strided(tensor):
+                key = (tensor.device, tensor.dtype)
+                self._groups.setdefault(key, []).append((index, *_steps(tensor)))
+            else:
+                self._odd.append(index)
+        self._plain = plain
+        if plain:
+            addresses = [_addresses(tensors[index]) for index in plain]
+            self._sizes = [len(each) for each in addresses]
             self._addresses = np.concatenate(addresses)
             self._base = int(self._addresses.min())
             self._span = int(self._addresses.max()) + 1 - self._base
@@ -34,19 +42,32 @@ class Sample:
     @property
     def is_cheap(self) -> bool:
         """Whether all tensors lie in plain memory, so that a digest costs a tenth of a millisecond."""
-        return not self._others
+        return not (self._groups or self._odd)
 
+    @torch.no_grad()
     def digest(self, tensors: list[torch.Tensor]) -> str:
         """Hash of the sampled elements, and of all shapes and dtypes."""
-        taken = self._from_memory() if self._sizes else np.empty(0, np.uint8)
-        if self._others:
-            pieces = iter(np.split(taken, np.cumsum(self._sizes))[:-1])
-            others = dict(zip(self._others, _from_tensors([tensors[index] for index in self._others]), strict=True))
-            taken = b"".join(
-                others[index] if index in others else next(pieces).tobytes() for index in range(len(tensors))
-            )
+        parts = []  # (indices, sizes, bytes): elements of several tensors that were read at once
+        if self._plain:
+            parts.append((self._plain, self._sizes, self._from_memory()))
+        for (_, dtype), members in self._groups.items():
+            slices = [torch.as_strided(tensors[index], (count,), (step,)) for index, count, step in members]
+            sizes = [count * dtype.itemsize for _, count, _ in members]
+            parts.append(([index for index, _, _ in members], sizes, _bytes(slices)))
+        for index in self._odd:
+            elements = _elements(tensors[index])
+            parts.append(([index], [elements.nbytes], _bytes([elements])))
         digest = hashlib.blake2b(self._header, digest_size=16)
-        digest.update(taken)
+        if len(parts) == 1:
+            digest.update(parts[0][2])
+        else:  # in the tensors' order, wherever they lie
+            pieces = [
+                (index, piece)
+                for indices, sizes, taken in parts
+                for index, piece in zip(indices, np.split(taken, np.cumsum(sizes)[:-1]), strict=True)
+            ]
+            for _, piece in sorted(pieces, key=lambda entry: entry[0]):
+                digest.update(np.ascontiguousarray(piece))
         return digest.hexdigest()
 
     def _from_memory(self) -> np.ndarray:
@@ -84,33 +105,29 @@ def _addresses(tensor: torch.Tensor) -> np.ndarray:
     return (elements[:, None] + np.arange(tensor.itemsize)).reshape(-1)
 
 
-def _from_tensors(tensors: list[torch.Tensor]) -> list[bytes]:
-    """Bytes of the sampled elements of each tensor, by torch's means; one transfer per device and dtype."""
-    found: list[bytes] = [b""] * len(tensors)
-    groups: dict[tuple, list] = {}
-    with torch.no_grad():
-        for index, tensor in enumerate(tensors):
-            elements = _elements(tensor)
-            if elements is not None:
-                groups.setdefault((elements.device, elements.dtype), []).append((index, elements))
-        for members in groups.values():
-            joined = torch.cat([elements for _, elements in members]).cpu().view(torch.uint8).numpy()
-            sizes = [elements.nbytes for _, elements in members]
-            for (index, _), piece in zip(members, np.split(joined, np.cumsum(sizes)[:-1]), strict=True):
-                found[index] = piece.tobytes()
-    return found
+def _is_strided(tensor: torch.Tensor) -> bool:
+    """Whether the sampled elements are one strided slice of a tensor of any device."""
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+    )
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The sampled elements, one-dimensional; None where there are none to read (meta, sparse, opaque tensors)."""
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The sampled elements of any other tensor, one-dimensional; none of what can't be read (meta, sparse tensors)."""
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.numel() == 0:
-        return None
+        return torch.empty(0)
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     count, step = _steps(tensor)
-    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        elements = torch.as_strided(tensor, (count,), (step,))
-    else:
-        positions = torch.arange(count, device=tensor.device) * step
-        elements = tensor[torch.unravel_index(positions, tensor.shape)].resolve_conj().resolve_neg()
-    return elements.contiguous().view(torch.uint8) if elements.itemsize == 1 else elements
+    positions = torch.arange(count, device=tensor.device) * step
+    return tensor[torch.unravel_index(positions, tensor.shape)].resolve_conj().resolve_neg()
+
+
+def _bytes(slices: list[torch.Tensor]) -> np.ndarray:
+    """Bytes of tensors of one device and dtype, in one transfer."""
+    if slices[0].itemsize == 1:  # not every operation knows every 8-bit type
+        slices = [elements.contiguous().view(torch.uint8) for elements in slices]
+    return torch.cat(slices).cpu().view(torch.uint8).numpy()
