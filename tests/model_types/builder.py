@@ -128,9 +128,6 @@ OVERRIDES: dict[str, dict] = {
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "modernbert-decoder": {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "eos_token_id": 2},
-    # Masks the whole prompt as if it had no window, while its stock cache forgets what lies outside: beyond the
-    # window, `generate` with and without a cache already disagree. So the window is wider than the tests' prompts.
-    "moshi": {"sliding_window": 512},
     "musicgen": {"decoder": {"num_codebooks": 1}},
     "musicgen_melody": {"decoder": {"num_codebooks": 1}},
     "nemotron": {"num_key_value_heads": 2},
