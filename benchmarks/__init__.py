@@ -11,5 +11,7 @@ first, shows progress, and puts its rows into `benchmarks/results/<benchmark>.cs
 | `nothing_in_common` | what does the cache cost a prompt that it can't help |
 | `chat` | does a turn cost what its new text costs, and is that never slower than deep-copying a cache |
 | `flips` | do exact hits change what is generated, in fp32 and in bf16, and how often does stock itself |
+| `identity` | what does a look at the model's identity cost a call |
+| `first_use` | what does measuring a model cost at its first use |
 | `oracles` | the figures of the oracles O1 to O7 and O9 (DESIGN.md, section 4) |
 """

@@ -154,8 +154,11 @@ class SuffixCache(Cache):
         reason = refusal(model)
         if reason is not None:
             raise Refused(reason)
-        identity = self._identity(model, options.get("prompt_columns") or 10**9)
+        tokens = options.get("prompt_columns") or 10**9
+        identity = self._identity(model, tokens)
         capability, rows = self._owned.capabilities.get(model, identity.settings)
+        if rows:
+            identity = self._identity(model, tokens)  # some models get ready for their first forward in it
         if capability.kind == "none":
             raise Refused(capability.reason)
         if not capability.batches and batch != 1:

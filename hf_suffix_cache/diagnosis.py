@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .attention import Probe, open_pass
+from .capability import input_device
 
 LAYERS = 3
 
@@ -70,7 +71,7 @@ def diagnose(model: PreTrainedModel, ids) -> Diagnosis:
     """
     if isinstance(ids, str):
         raise TypeError("`ids` must be token ids, got a string; pass `tokenizer(text).input_ids`.")
-    inputs = torch.as_tensor(ids, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    inputs = torch.as_tensor(ids, dtype=torch.long, device=input_device(model))
     inputs = inputs[None] if inputs.dim() == 1 else inputs
     if inputs.dim() != 2 or inputs.shape[0] != 1 or inputs.shape[1] == 0:
         raise ValueError(f"`ids` must be one sequence of token ids, got shape {tuple(inputs.shape)}.")

@@ -5,6 +5,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from .capability import input_device
+
 SINK_TOKENS = 16
 PLACES = ("anywhere", "front")
 
@@ -21,7 +23,7 @@ def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str) -
         if min(ids) < 0 or max(ids) >= vocabulary:
             raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}.")
     sink = _sink_prefix(tokenizer, vocabulary) if at == "anywhere" else []
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     exact = handle.using(fidelity="exact")
     for ids in tqdm(texts, desc="registering", disable=len(texts) < 2):
         # one token is generated and dropped: prefill is all that is wanted, and it is an ordinary exact call
