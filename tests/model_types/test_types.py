@@ -27,6 +27,8 @@ SHIFT = [name for name in INSTALLED if TYPES[name].kind == "shift"]
 STOCK_RAISES = {"gemma4_assistant", "gemma4_unified_assistant"}  # drafts need their target's rows
 STOCK_FORGETS = {"musicgen"}  # stock generate runs the last token of the prompt only
 OWN_GENERATE = {"musicgen", "musicgen_melody"}  # not transformers' generate, so that no call is served
+# Batches are not served: attention that takes no rows that lie apart, and pads that move once the cache is filled.
+ALONE = {"gpt_neox_japanese", "git"}
 SERVED = [name for name in INSTALLED if name not in OWN_GENERATE]
 REUSING = [name for name in SERVED if TYPES[name].kind != "none"]
 NOT_SHIFT = [name for name in SERVED if TYPES[name].kind != "shift"]
@@ -108,6 +110,14 @@ def same(got: Answer, want: Answer) -> None:
     assert got.ids.tolist() == want.ids.tolist()
     if got.report is not None:
         check_report(got.report)
+
+
+def left_padded(*texts) -> tuple[list, torch.Tensor]:
+    """Ids of a batch and its mask."""
+    width = max(map(len, texts))
+    pads = [width - len(ids) for ids in texts]
+    ids = [[0] * pad + row for pad, row in zip(pads, texts, strict=True)]
+    return ids, torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
 
 
 def places(model, start: int, stop: int) -> dict:
@@ -232,15 +242,17 @@ def test_o1_control_rows_of_another_text_are_noticed(model_type):
 def test_o1_left_padded_batches_are_those_of_transformers(model_type):
     model = build(model_type)
     cache = SuffixCache(fidelity="exact")
-    width = max(len(FIRST), len(DIVERGING))
-    pads = [width - len(ids) for ids in (DIVERGING, FIRST)]
-    ids = [[0] * pad + row for pad, row in zip(pads, (DIVERGING, FIRST), strict=True)]
-    mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+    ids, mask = left_padded(DIVERGING, FIRST)
     answers(model, FIRST, cache)
     for _ in range(3):
         got, want = answers(model, ids, cache, attention_mask=mask)
         if want is not None:
             same(got, want)
+    if TYPES[model_type].kind != "none":
+        served_in_batches = capability(model_type).batches and "no position_ids" not in TYPES[model_type].family
+        assert capability(model_type).batches == (model_type not in ALONE)
+        assert got.report.exact_tokens == (len(DIVERGING) + len(FIRST) - 2 if served_in_batches else 0)
+        assert (got.report.reason is None) == served_in_batches
     answers(model, DIVERGING, cache)  # rows that a batch has stored must be right for a prompt without pads
     got, want = answers(model, DIVERGING, cache)
     if want is not None:
@@ -339,6 +351,23 @@ def test_o3_with_every_shifted_row_repaired_the_answer_is_exact(model_type):
         got, want = answers(model, NEAR, cache)
         same(got, want)
         assert got.report.repaired_tokens == 35 and got.report.shifted_tokens == 0
+
+
+@pytest.mark.parametrize("model_type", SHIFT)
+def test_o3_holds_in_left_padded_batches_and_eager_attention(model_type):
+    repaired = {**UNREPAIRED, "repair_fraction": 1.0}
+    other = new_text(5, 9) + BASE[:30] + END
+    ids, mask = left_padded(NEAR, other)
+    model, cache = build(model_type), SuffixCache(**repaired)
+    ask(model, FIRST, cache, pad_token_id=0)
+    got, want = answers(model, ids, cache, attention_mask=mask)
+    same(got, want)
+    assert got.report.repaired_tokens == (0 if model_type in ALONE else 35 + 30), got.report.reason
+    model, cache = build(model_type, attention="eager"), SuffixCache(**repaired)
+    ask(model, FIRST, cache, pad_token_id=0)
+    got, want = answers(model, NEAR, cache)
+    same(got, want)
+    assert got.report.repaired_tokens == 35
 
 
 @pytest.mark.parametrize("model_type", SHIFT)
