@@ -15,7 +15,7 @@ from tiny_models import fingerprint, make_model, new_text, old_text
 
 PASSAGE = old_text(80, 9)
 WAYS = ("forward", "module")
-SMALL = {"num_hidden_layers": 2}
+SMALL, TINY = {"num_hidden_layers": 2}, {"num_hidden_layers": 1}
 OWN_GRAPHS = 4  # more than stock: the arena grows while decoding; scattered passes; each once more with free sizes
 
 
@@ -95,7 +95,7 @@ def test_compiled_model_compiles_a_bounded_number_of_times_with_moved_text(way):
 
 
 def test_dropped_hook_of_a_compiled_model_leaves_its_call_as_it_was():
-    model, _ = compiled("llama", "module", **SMALL)
+    model, _ = compiled("llama", "module", **TINY)
     call, cache = model._compiled_call_impl, SuffixCache(fidelity="exact")
     seen = []
 
@@ -118,7 +118,7 @@ def test_dropped_hook_of_a_compiled_model_leaves_its_call_as_it_was():
 
 
 def test_module_compiled_before_or_after_the_first_request_serves_both():
-    model, cache = make_model("llama", **SMALL), SuffixCache(fidelity="exact")
+    model, cache = make_model("llama", **TINY), SuffixCache(fidelity="exact")
     want = ask(model, PASSAGE)
     same_answer(ask(model, PASSAGE, cache), want)
     model.compile(backend="eager")
@@ -130,7 +130,7 @@ def test_module_compiled_before_or_after_the_first_request_serves_both():
 
 
 def test_compiled_wrapper_generates_and_is_served_under_attach():
-    model = make_model("llama", **SMALL)
+    model = make_model("llama", **TINY)
     wrapper = torch.compile(model, backend="eager")
     with torch.no_grad():
         wrapper(torch.tensor([PASSAGE]))
@@ -158,7 +158,7 @@ def test_compiled_wrapper_generates_and_is_served_under_attach():
 
 def test_view_never_asks_for_compilation():
     """transformers compiles decoding by itself where a cache says that it can be compiled."""
-    model, cache = make_model("llama", **SMALL), SuffixCache(fidelity="exact")
+    model, cache = make_model("llama", **TINY), SuffixCache(fidelity="exact")
     config = CompileConfig(backend="eager")
     config._compile_all_devices = True
     static = ask(model, PASSAGE, cache_implementation="static", compile_config=config)  # control: it does compile

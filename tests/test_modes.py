@@ -33,7 +33,7 @@ from tiny_models import A, B, C, fingerprint, forget, head, make_model, new_text
 PROMPT = old_text(48, 1)
 REPEATED = PROMPT[:20] * 3  # prompt lookup finds drafts in it
 HITS = {"none": new_text(40, 4), "partial": REPEATED[:37] + new_text(20, 3), "full": REPEATED}
-KINDS = ["llama", "mistral", "gemma3_text"]
+KINDS = ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mistral", "gemma3_text"))]
 
 
 def warm(model, hit: str, **options) -> SuffixCache:
