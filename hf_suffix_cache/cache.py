@@ -173,8 +173,8 @@ class SuffixCache(Cache):
         def frequencies():
             return {spec: spec.frequencies(model) for spec in specs}
 
-        def shelf_of(regime: bytes = b""):
-            return self._store.shelf(identity, (*self._scope(), regime), capability.shapes)
+        def shelf_of(regime: bytes | None = None, with_types: bool = False):
+            return self._store.shelf(identity, (*self._scope(), regime, with_types), capability.shapes)
 
         view = View(self._store, shelf_of(), capability)
         return Request(

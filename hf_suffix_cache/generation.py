@@ -1,17 +1,16 @@
 """The only place that touches transformers' generate: opens, runs and closes a view, and takes the hook off again."""
 
-import copy
 import functools
 import threading
 import time
 import weakref
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
+from .calls import GenerateCall
 from .capability import cache_argument
 from .inputs import CACHE_NAMES, Refused, describe_plain
 from .report import ReuseReport
@@ -114,7 +113,7 @@ def _is_drafting(kwargs: dict) -> bool:
 
 def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
     """Run a call with its SuffixCache, which was `passed` to it or is attached to the model."""
-    call = _Call(model, args, kwargs)
+    call = GenerateCall(model, args, kwargs)
     started = time.perf_counter()
     other_cache = call.other_cache()
     if other_cache and passed:
@@ -149,115 +148,6 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
     report.generated_tokens = call.count_generated(output)
     store.record(report)
     return output
-
-
-class _Call:
-    """What a generate call asks for, from its arguments, its generation config and the model's."""
-
-    def __init__(self, model, args: tuple, kwargs: dict):
-        self.kwargs = dict(kwargs)
-        self.passed_config = args[1] if len(args) > 1 else kwargs.get("generation_config")
-        self.model_config = model.generation_config
-        inputs = kwargs.get("inputs", args[0] if args else None)
-        ids = kwargs.get("input_ids")
-        self.ids = ids if ids is not None else inputs
-        self.embeds = kwargs.get("inputs_embeds")
-
-    def get(self, name: str):
-        """An option of the call as transformers reads it (an argument wins, also if None); None if set nowhere."""
-        if name in self.kwargs:
-            return self.kwargs[name]
-        passed = getattr(self.passed_config, name, None)
-        return passed if passed is not None else getattr(self.model_config, name, None)
-
-    def other_cache(self) -> str | None:
-        """That the call asks for a cache of transformers' own, and where; None if it doesn't."""
-        name = "cache_implementation"
-        value = self.get(name)
-        # the hub's Gemma configurations say "hybrid", which transformers takes for unset since it is its default now
-        if value is None or (value == "hybrid" and name not in self.kwargs):
-            return None
-        if name in self.kwargs:
-            where = "this call's arguments"
-        elif getattr(self.passed_config, name, None) is not None:
-            where = "the `generation_config` that was passed"
-        else:
-            where = "`model.generation_config`"
-        return f"`cache_implementation={value!r}` is set in {where}"
-
-    def without_chunks(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """
-        The call's arguments without `prefill_chunk_size`: the request runs its rows in chunks itself. Done in a copy
-        of the caller's config, as transformers warns of options beside a config.
-        """
-        name = "prefill_chunk_size"
-        if self.passed_config is not None:
-            config = copy.copy(self.passed_config)
-            setattr(config, name, None)
-            if len(args) > 1:
-                args = (args[0], config, *args[2:])
-            else:
-                kwargs = {**kwargs, "generation_config": config}
-        if self.passed_config is None or name in self.kwargs or getattr(self.model_config, name, None) is not None:
-            kwargs = {**kwargs, name: None}
-        return args, kwargs
-
-    @property
-    def prompt(self) -> torch.Tensor | None:
-        """Ids or embeddings of the prompt, `[batch, tokens, ...]`."""
-        return self.embeds if self.embeds is not None else self.ids
-
-    @property
-    def expansion(self) -> int:
-        """Batch rows per prompt of the caller's."""
-        return max(self.get("num_beams") or 1, self.get("num_return_sequences") or 1)
-
-    @property
-    def stops(self) -> set[int]:
-        """Ids that end a sequence."""
-        stops = self.get("eos_token_id")
-        if stops is None:
-            return set()
-        return {int(stop) for stop in (stops.flatten() if isinstance(stops, torch.Tensor) else np.atleast_1d(stops))}
-
-    def request_options(self) -> dict:
-        """Arguments of `open_view`."""
-        known = isinstance(self.ids, torch.Tensor) and not self.get("token_healing")
-        chunk = self.get("prefill_chunk_size")
-        columns = self.ids.shape[1] if known else None
-        new_tokens = self.get("max_new_tokens")
-        if new_tokens is None and self.get("max_length") is not None and columns is not None:
-            new_tokens = max(1, self.get("max_length") - columns)
-        return {
-            "prompt_columns": columns,
-            "caller_rows": self.prompt.shape[0] if self.prompt is not None else None,
-            "batch": self.prompt.shape[0] * self.expansion if self.prompt is not None else None,
-            "new_tokens": new_tokens,
-            "stops": self.stops,
-            "pad": self.get("pad_token_id"),
-            # what is no size is left to transformers, which raises
-            "chunk": chunk if isinstance(chunk, int) and chunk > 0 else None,
-            "keep_last": 1,
-            "store_answer": (self.get("num_beams") or 1) == 1,
-        }
-
-    def plain_report(self, reason: str) -> ReuseReport:
-        """Report of a call that ran as if there were no SuffixCache."""
-        report = ReuseReport(reason=reason)
-        if isinstance(self.prompt, torch.Tensor) and self.prompt.dim() >= 2:
-            describe_plain(report, self.prompt, self.kwargs.get("attention_mask"), None)
-            report.computed_rows = self.prompt.shape[0] * self.prompt.shape[1] * self.expansion
-        return report
-
-    def count_generated(self, output) -> int:
-        """Generated tokens over all returned sequences, up to each one's end."""
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        known = self.embeds is None and isinstance(self.ids, torch.Tensor)
-        prompt = self.ids.shape[1] if known and sequences.shape[1] >= self.ids.shape[1] else 0
-        answers = sequences[:, prompt:].detach().cpu().numpy()
-        ended = np.cumsum(np.isin(answers, list(self.stops)), axis=1)
-        # a token counts if no stop token stands before it
-        return int((np.roll(ended, 1, axis=1)[:, 1:] == 0).sum()) + len(answers) * (answers.shape[1] > 0)
 
 
 # -- the hook ---------------------------------------------------------------------------------------------------
@@ -336,6 +226,8 @@ def _before_forward(model, args: tuple, kwargs: dict):
         args, kwargs = (), _by_name(model, args, kwargs)
     if kwargs.get("input_ids") is not None:
         request.view.fed.append(kwargs["input_ids"])
+    if request.state == "decoding":
+        request.continued(kwargs)
     if request.state == "waiting":
         return args, request.prefill(model, kwargs)
     return args, kwargs

@@ -60,6 +60,9 @@ def read_inputs(kwargs: dict, prompt_columns: int | None, caller_rows: int | Non
             raise Refused(f"the argument `{name}` may change the rows in a way that the cache can't see")
     if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
         raise Refused("attentions or hidden states of every prompt row were asked for")
+    types = kwargs.get("token_type_ids")
+    if types is not None and bool((types != 0).any()):
+        raise Refused("token types other than 0 change rows in a way that token ids don't show")
     batch, columns = ids.shape
     pads = _read_mask(kwargs.get("attention_mask"), batch, columns)
     _check_positions(kwargs.get("position_ids"), np.arange(columns) - pads[:, None])

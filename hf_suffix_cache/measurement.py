@@ -321,7 +321,10 @@ class _Measurement:
                     continue
                 spec, error = fit_rotation(a, b, shift, _of_layer(candidates, layer_types, number))
                 if not error <= tolerance:
-                    return f"layer {number}: {slot} depend on the position, and no rotation explains how"
+                    rounding = f" within the rounding of {a.dtype}" if a.dtype.itemsize < 4 else ""
+                    how = f"no rotation explains how{rounding}"
+                    how = how if self.takes_positions else "the forward takes no position_ids"
+                    return f"layer {number}: {slot} depend on the position, and {how}"
                 specs.append(spec)
             layers.append(_shape(*first, *specs))
         return tuple(layers)

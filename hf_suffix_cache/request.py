@@ -38,7 +38,7 @@ class Request:
         capability (`Capability`): What the model can do.
         capability_rows (`int`): Rows that were run to measure it now.
         regimes (`RotaryRegimes`, *optional*): Given where rotary frequencies depend on the length of the text.
-        shelf_of (callable, *optional*): The shelf of a regime.
+        shelf_of (callable, *optional*): The shelf of a regime, and of calls with token types or without.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Request:
         self.regimes = regimes
         self.shelf_of = shelf_of
         self.regime: bytes | None = None
+        self.with_types = False  # whether token types, all 0, came with the prompt: some models tell that from none
         self.regime_columns: int | None = None  # columns that were computed in that regime
         self.frequencies = frequencies
         self.prompt_columns = prompt_columns
@@ -112,7 +113,9 @@ class Request:
                 if not self._held:
                     self._passes.enter_context(self.regimes.cold())
                 self.regime = self.regimes.enter(int(self.batch.columns - self.batch.pads.min()))
-                self.view.shelf = self.shelf_of(self.regime)
+            self.with_types = kwargs.get("token_type_ids") is not None
+            if self.regime is not None or self.with_types:
+                self.view.shelf = self.shelf_of(self.regime, self.with_types)
             self._plan(kwargs)
             self._materialise()
         except Exception as error:  # never half a view: whatever failed, this call prefills as if nothing was stored
@@ -139,6 +142,12 @@ class Request:
         if self.state == "prefill":
             self.state = "decoding"
             self.report.timings["first_token"] = time.perf_counter() - self.started
+
+    def continued(self, kwargs: dict) -> None:
+        """Called before every later forward: rows with other token types than the prompt's are not stored."""
+        types = kwargs.get("token_type_ids")
+        if (types is not None) != self.with_types or (types is not None and bool((types != 0).any())):
+            self.view.altered = True
 
     def forwarded(self) -> None:
         """Called after every forward: rows that were computed by other frequencies belong to another shelf."""
@@ -259,7 +268,7 @@ class Request:
         with view.store.lock:
             self._give_back()
             try:
-                if self.rows and whole:
+                if self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
                     self._commit(tokens, handed_out)
             except Exception:  # the answer is there and right: a fault in storing must not take it from the caller
                 logger.warning("storing failed: the rows of this model are forgotten", exc_info=True)
@@ -316,8 +325,8 @@ class Request:
         ended = np.flatnonzero(np.isin(answer, list(self.stops)))
         if len(ended):
             return self.batch.prompt_columns + int(ended[0]) + 1
-        filled = np.flatnonzero(answer == self.pad) if self.pad is not None else []
-        return self.batch.prompt_columns + int(filled[0]) if len(filled) else len(tokens)
+        written = np.flatnonzero(answer != self.pad) if self.pad is not None else np.arange(len(answer))
+        return self.batch.prompt_columns + (int(written[-1]) + 1 if len(written) else 0)
 
 
 @contextmanager

@@ -175,10 +175,13 @@ COVERAGE = {
     "rejected drafts stored": """
         generate.prompt_lookup_equals_vanilla_and_stores_no_rejected_draft
         generate.assisted_decoding_equals_vanilla_and_keeps_the_assistant_out
+        modes.drafts_give_the_stock_answer_and_rejected_ones_are_not_stored
+        modes.assistant_has_no_part_in_the_cache
         oracles.control_rows_of_another_prompt_fail_o1""",
     "clash with cache_implementation": """
         generate.cache_implementation_beside_a_cache_is_one_clear_error
         generate.generation_config_is_used_and_not_altered
+        modes.another_cache_beside_ours_is_one_clear_error
         compile.compiled_model_compiles_a_bounded_number_of_times_in_exact_mode
         compile.view_never_asks_for_compilation""",
     "stored slices keep the parent tensor; growth": """

@@ -822,3 +822,14 @@ def test_threads_at_a_models_first_use_get_one_identity():
     assert len(cache._store.shelves) == 1
     for ids in texts:
         assert same_as_vanilla(model, ids, cache).report.exact_tokens == len(ids) - 1
+
+
+def test_transformers_own_notes_on_a_model_change_nothing():
+    """A static cache in between leaves `_previous_max_cache_length` on the model."""
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+    ask(model, PROMPT, cache)
+    before = set(vars(model))
+    ask(model, PROMPT, cache_implementation="static", disable_compile=True)
+    model.baseline = fingerprint(model)
+    assert set(vars(model)) - before  # control: it does leave something
+    assert same_as_vanilla(model, PROMPT, cache).report.exact_tokens == len(PROMPT) - 1

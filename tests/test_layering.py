@@ -29,6 +29,7 @@ SIDEWAYS = {
 PART_OF = {
     "strip": "report",
     "inputs": "prompt",
+    "calls": "generation",
     "comparison": "cache",
     "registration": "cache",
     "diagnosis": "cache",

@@ -20,6 +20,7 @@ KEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "all_tied_weights_key
 KEEPING |= {f"_{kind}_plan" for kind in ("tp", "ep", "pp", "fsdp")} | {"_skip_keys_device_placement"}
 KEEPING |= {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"}
 KEEPING |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"}
+KEEPING |= {"_previous_max_cache_length", "_is_torch_compile", "_last_compile_config", "_compiled_call"}
 # attention is asked for separately: a pass of ours changes it for a while; and transformers switches the kernel
 # of experts while it decodes
 SWITCHED = {"_attn_implementation_internal", "_experts_implementation_internal"}

@@ -19,7 +19,7 @@ import transformers
 from hf_suffix_cache import SuffixCache
 
 from .builder import build, model_types
-from .types import KINDS, expected, measured_family
+from .table import KINDS, expected, measured_family
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "model_types.csv"
 

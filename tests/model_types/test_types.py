@@ -17,7 +17,7 @@ from reference import Answer, ask, cache_name, check_pool, check_report, moved_p
 from tiny_models import fingerprint, new_text, old_text
 
 from .builder import build, model_types
-from .types import KINDS, expected, measured_family
+from .table import KINDS, expected, measured_family
 
 pytestmark = pytest.mark.slow
 
