@@ -21,6 +21,10 @@ from hf_suffix_cache import SuffixCache
 from .builder import build, model_types
 from .table import KINDS, expected, measured_family
 
+WELL_KNOWN = """
+    llama qwen2 qwen3 mistral gemma3_text gpt_oss phi3 phi gpt_neox stablelm deepseek_v2 deepseek_v3 smollm3 cohere
+    cohere2 llama4_text glm glm4 gptj bloom mpt gpt2 opt bert roberta bart whisper mamba jamba qwen3_next deepseek_v32 nanochat
+""".split()  # named first in the README's table
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "model_types.csv"
 
 
@@ -76,7 +80,7 @@ def markdown(rows: list[Row]) -> str:
     groups = Counter((KINDS.index(row.kind), row.family) for row in built)
     for (kind, family), count in sorted(groups.items(), key=lambda item: (item[0][0], -item[1], item[0][1])):
         names = [row.model_type for row in built if (row.kind, row.family) == (KINDS[kind], family)]
-        shown = ", ".join(sorted(names, key=lambda name: (len(name), name))[:5])
+        shown = ", ".join(sorted(names, key=lambda name: (name not in WELL_KNOWN, len(name), name))[:6])
         lines.append(f"| {family} | {KINDS[kind]} | {count} | {shown} |")
     kinds = Counter(row.kind for row in built)
     total = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS)
