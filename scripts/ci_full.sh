@@ -12,7 +12,7 @@ log=.cache/ci_full.log
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 smoke=(
     tests/test_generate.py tests/test_exact.py tests/test_oracles.py tests/test_modes.py tests/test_devices.py
-    tests/test_quantised.py tests/test_compile.py
+    tests/test_quantised.py tests/test_compile.py tests/test_capability.py tests/test_regimes.py
 )
 cache_api=(tests/test_cache_api.py tests/test_exact.py tests/test_modes.py)
 failed=()
