@@ -63,7 +63,11 @@ def test_absolute_positions_allow_reuse_at_the_front(kind):
 
 @pytest.mark.parametrize(
     "kind, word",
-    [("mamba", "LinearAttentionLayer|takes no cache"), ("qwen3_next", "LinearAttentionLayer"), ("bert_encoder", "not causal")],
+    [
+        ("mamba", "LinearAttentionLayer|takes no cache"),
+        ("qwen3_next", "LinearAttentionLayer"),
+        ("bert_encoder", "not causal"),
+    ],
 )
 def test_other_models_are_refused_with_the_right_reason(kind, word):
     capability = measure(make_model(kind))
