@@ -64,6 +64,7 @@ class Request:
         self.capability = capability
         # rows that can't be moved are planned as if no approximation was allowed
         self.config = config if capability.kind == "shift" else config.replace(fidelity="exact")
+        self._front_only = capability.kind != "shift" and config.fidelity != "exact"
         self.regimes = regimes
         self.shelf_of = shelf_of
         self.regime: bytes | None = None
@@ -137,8 +138,8 @@ class Request:
 
     def prefilled(self) -> None:
         """Called after the first forward, also when it raised."""
-        self._passes.close()
         self.forwarded()
+        self._passes.close()
         if self.state == "prefill":
             self.state = "decoding"
             self.report.timings["first_token"] = time.perf_counter() - self.started
@@ -194,6 +195,8 @@ class Request:
         self._all_logits = keep_last is None
         if self._all_logits and self.report.reason is None:
             self.report.reason = "the logits of every token were asked for, so every row runs; see `logits_to_keep`"
+        if self._front_only and self.report.reason is None and any(row.computed[:-1].any() for row in self.rows):
+            self.report.reason = f"text is reused at the front only: {self.capability.reason}"
         self.report.prompt_tokens = sum(len(row.ids) for row in self.rows)
         self.report.timings["lookup"] = lookup
         self.report.timings["plan"] = time.perf_counter() - started - lookup

@@ -348,6 +348,8 @@ def test_prefix_models_reuse_the_front_exactly_and_move_nothing(kind, fidelity):
             work_is_reported(model, got, decoded_rows=5)
             check_report(got.report)
             assert got.report.exact_tokens + got.report.new_tokens == len(ids)
+            if fidelity == "balanced" and got.report.new_tokens > 1:
+                assert "at the front only" in got.report.reason
     assert got.report.exact_tokens == len(REQUESTS[-1]) - 1 and got.report.reason is None
     check_pool(cache)
     forgets_everything(cache)
