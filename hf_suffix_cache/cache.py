@@ -142,21 +142,24 @@ class SuffixCache(Cache):
     def _store(self) -> Store:
         return self._owned.store
 
-    def open_view(self, model: PreTrainedModel, batch: int | None = None, **options) -> Request:
+    def open_view(
+        self, model: PreTrainedModel, batch: int | None = None, attached: bool = False, **options
+    ) -> Request:
         """
-        A request with its view for one call of a model, of `batch` rows if that is known; raises `Refused` with a
-        reason if reuse can't serve it.
+        A request with its view for one call of a model, of `batch` rows if that is known, or for one plain forward of
+        an `attached` model; raises `Refused` with a reason if reuse can't serve it.
         """
         if model.training:
             raise Refused("the model is in training mode; call model.eval() to reuse rows")
-        if torch.is_autocast_enabled(input_device(model).type):
+        device = input_device(model)
+        if torch.is_autocast_enabled(device.type):
             raise Refused("autocast is on: rows would depend on a setting that can't be seen later")
         reason = refusal(model)
         if reason is not None:
             raise Refused(reason)
         tokens = options.get("prompt_columns") or 10**9
         identity = self._identity(model, tokens)
-        capability, rows = self._owned.capabilities.get(model, identity.settings)
+        capability, rows = self._owned.capabilities.get(model, (identity.settings, identity.digest))
         if rows:
             identity = self._identity(model, tokens)  # some models get ready for their first forward in it
         if capability.kind == "none":
@@ -164,6 +167,10 @@ class SuffixCache(Cache):
         if not capability.batches and batch != 1:
             raise Refused("this model's batches can't be continued from stored rows; one sequence at a time can")
         regimes = RotaryRegimes(model) if capability.length_dependent else None
+        if regimes is not None and regimes.edited:
+            raise Refused("rotary frequencies that depend on the length were edited by hand")
+        if regimes is not None and attached and regimes.keep_history:
+            raise Refused("dynamic frequencies go on from forward to forward, and only generate's are followed")
         if regimes is not None and options.get("chunk"):
             raise Refused("prefill_chunk_size: each chunk would have rotary frequencies of its own")
         specs = {
@@ -176,6 +183,9 @@ class SuffixCache(Cache):
         def shelf_of(regime: bytes | None = None, with_types: bool = False):
             return self._store.shelf(identity, (*self._scope(), regime, with_types), capability.shapes)
 
+        def same_model() -> bool:
+            return not torch.is_autocast_enabled(device.type) and self._identity(model, 0) is identity
+
         view = View(self._store, shelf_of(), capability)
         return Request(
             view,
@@ -185,7 +195,8 @@ class SuffixCache(Cache):
             capability_rows=rows,
             regimes=regimes,
             shelf_of=shelf_of,
-            **options,
+            same_model=same_model,
+            **{**options, **({"adopt": False} if attached else {})},
         )
 
     def _identity(self, model: PreTrainedModel, tokens: int) -> Identity:
@@ -243,7 +254,7 @@ class SuffixCache(Cache):
         """
         _check_model(model)
         identity = self._identity(model, 0)
-        return self._owned.capabilities.get(model, identity.settings)[0]
+        return self._owned.capabilities.get(model, (identity.settings, identity.digest))[0]
 
     # -- managing -----------------------------------------------------------------------------------------------
 

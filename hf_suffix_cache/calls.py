@@ -8,6 +8,16 @@ import torch
 from .inputs import describe_plain
 from .report import ReuseReport
 
+# code of the caller's that runs between the forwards of a call
+CALLBACKS = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "streamer",
+    "custom_generate",
+    "assistant_model",
+)
+
 
 class GenerateCall:
     """
@@ -103,6 +113,8 @@ class GenerateCall:
             "chunk": chunk if isinstance(chunk, int) and chunk > 0 else None,
             "keep_last": 1,
             "store_answer": (self.get("num_beams") or 1) == 1,
+            "watch": any(self.kwargs.get(name) is not None for name in CALLBACKS),
+            "adopt": not self.get("return_dict_in_generate"),
         }
 
     def plain_report(self, reason: str) -> ReuseReport:

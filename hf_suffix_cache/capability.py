@@ -24,6 +24,7 @@ class Capability:
         batches (`bool`): Whether batches come out as their rows do alone.
         reads_attention (`bool`): Whether a probe can read the model's attention.
         length_dependent (`bool`): Whether its rotary frequencies depend on the length of the text.
+        failed (`bool`): Whether the measurement came to no end; it is taken again at the next use.
         rows (`int`): Rows that the measurement ran (batch x queries).
         seconds (`float`): What it took.
     """
@@ -37,6 +38,7 @@ class Capability:
     batches: bool = True
     reads_attention: bool = False
     length_dependent: bool = False
+    failed: bool = False
     rows: int = 0
     seconds: float = 0.0
 

@@ -138,7 +138,7 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
     if request.chunk:
         args, kwargs = call.without_chunks(args, kwargs)
     kwargs[cache_argument(model)] = request.view
-    with hooked(model), closing(request), request.hold():
+    with hooked(model), request.as_found(), closing(request):
         output = original(model, *args, **kwargs)
         request.finish(handed_out=not isinstance(output, torch.Tensor))
     report = request.report
@@ -226,23 +226,33 @@ def _before_forward(model, args: tuple, kwargs: dict):
         args, kwargs = (), _by_name(model, args, kwargs)
     if kwargs.get("input_ids") is not None:
         request.view.fed.append(kwargs["input_ids"])
-    if request.state == "decoding":
-        request.continued(kwargs)
-    if request.state == "waiting":
-        return args, request.prefill(model, kwargs)
+    request.resume()
+    try:
+        if request.state == "decoding":
+            request.continued(kwargs)
+        if request.state == "waiting":
+            kwargs = request.prefill(model, kwargs)
+    except BaseException:
+        request.pause()
+        raise
     return args, kwargs
 
 
 @torch.compiler.disable
 def _after_forward(model, args: tuple, kwargs: dict, output):
     request = _request_of(model, kwargs)
-    if request is not None and request.state == "decoding":
-        request.forwarded()
-    if request is not None and request.state == "prefill":
-        request.prefilled()
-        attachments = _attached.get(model)
-        if attachments and output is not None:
-            attachments[-1].began(request)
+    if request is None:
+        return None
+    try:
+        if request.state == "decoding":
+            request.forwarded()
+        elif request.state == "prefill":
+            request.prefilled()
+    finally:
+        request.pause()
+    attachments = _attached.get(model)
+    if attachments:
+        attachments[-1].end(request, output is not None)
     return None
 
 
@@ -279,52 +289,46 @@ def _parameter_names(model_class: type) -> tuple[str, ...]:
 
 
 class Attachment:
-    """Serves the plain forwards of one model, each thread its own request at a time."""
+    """
+    Serves the plain forwards of one model. A request ends with its first forward: from then on its view is in the
+    caller's hands, who may do with it what he likes, so nothing of later forwards is stored.
+    """
 
     def __init__(self, store):
         self.store = store
-        self._thread = threading.local()
         self._open: list[Request] = []
 
     def begin(self, model, kwargs: dict) -> Request | None:
-        """A new forward that continues nothing: the thread's request before it ends and is stored."""
-        self.end(getattr(self._thread, "request", None))
-        self._thread.request = None
+        """A request for a forward that continues nothing; None if reuse can't serve it."""
+        tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         try:
-            tokens = kwargs.get("input_ids")
-            request = self.store.open_view(model, batch=None if tokens is None else tokens.shape[0])
+            request = self.store.open_view(model, batch=None if tokens is None else tokens.shape[0], attached=True)
         except Refused as refusal:
             report = ReuseReport(reason=str(refusal))
-            tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
             if tokens is not None:
                 describe_plain(report, tokens, kwargs.get("attention_mask"), None)
                 report.computed_rows = tokens.shape[0] * tokens.shape[1]
             self.store.record(report)
             return None
         kwargs[cache_argument(model)] = request.view
-        self._thread.request = request
         self._open.append(request)
         return request
 
-    def began(self, request: Request) -> None:
-        """Its first forward is done."""
+    def end(self, request: Request, whole: bool) -> None:
+        """Store a request whose forward has come to its end (`whole`), or drop it."""
         if request in self._open:
-            self.store.record(request.report)
-
-    def end(self, request: Request | None) -> None:
-        """Store a request; its view belongs to whoever holds the forward's output."""
-        if request is not None and request in self._open:
             self._open.remove(request)
             with closing(request):
-                if request.state == "decoding":
+                if whole and request.state == "decoding":
                     request.finish(handed_out=True)
+                    self.store.record(request.report)
                 else:
                     request.abort()
 
     def end_all(self) -> None:
         """The model is detached."""
         for request in list(self._open):
-            self.end(request)
+            self.end(request, whole=False)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """What a forward was asked to run, understood or refused."""
 
+import inspect
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,16 @@ from .report import ReuseReport
 
 # tensors that reuse understands; any other one means a plain prefill
 KNOWN_TENSORS = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep"}
+# plain arguments that say what is returned, not how rows are computed
+HARMLESS = {
+    "use_cache",
+    "return_dict",
+    "logits_to_keep",
+    "num_logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+}
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 
 
@@ -45,9 +56,11 @@ class PromptBatch:
         return self.ids.shape[1]
 
 
-def read_inputs(kwargs: dict, prompt_columns: int | None, caller_rows: int | None) -> PromptBatch:
+def read_inputs(
+    kwargs: dict, prompt_columns: int | None, caller_rows: int | None, defaults: dict | None = None
+) -> PromptBatch:
     """
-    Understand a forward's arguments.
+    Understand a forward's arguments; `defaults` are those of its signature.
 
     Raises `Refused` where they say something that reuse doesn't understand, and `ValueError` where the caller's mask
     and ids contradict each other.
@@ -56,7 +69,10 @@ def read_inputs(kwargs: dict, prompt_columns: int | None, caller_rows: int | Non
     if ids is None or kwargs.get("inputs_embeds") is not None:
         raise Refused("inputs_embeds have no token ids to look up")
     for name, value in kwargs.items():
-        if name not in KNOWN_TENSORS and name not in CACHE_NAMES and not _is_plain(value):
+        if name in KNOWN_TENSORS or name in CACHE_NAMES or _says_nothing(value):
+            continue
+        plain = isinstance(value, (bool, int, float, str))
+        if not plain or not (name in HARMLESS or (defaults or {}).get(name, inspect.Parameter.empty) == value):
             raise Refused(f"the argument `{name}` may change the rows in a way that the cache can't see")
     if kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
         raise Refused("attentions or hidden states of every prompt row were asked for")
@@ -64,6 +80,8 @@ def read_inputs(kwargs: dict, prompt_columns: int | None, caller_rows: int | Non
     if types is not None and bool((types != 0).any()):
         raise Refused("token types other than 0 change rows in a way that token ids don't show")
     batch, columns = ids.shape
+    if columns == 0:
+        raise Refused("the prompt is empty")
     pads = _read_mask(kwargs.get("attention_mask"), batch, columns)
     _check_positions(kwargs.get("position_ids"), np.arange(columns) - pads[:, None])
     return PromptBatch(
@@ -89,11 +107,9 @@ def describe_plain(report: ReuseReport, tokens: torch.Tensor, mask, caller_rows:
     report.set_spans([[Span(0, length, "new")] if length else [] for length in lengths[::group]])
 
 
-def _is_plain(value) -> bool:
-    """Values that can't carry anything for a row; composites bring empty dicts for images that they don't have."""
-    return (
-        value is None or isinstance(value, (bool, int, float, str)) or (isinstance(value, (dict, list)) and not value)
-    )
+def _says_nothing(value) -> bool:
+    """Values that stand for an argument that is not given; composites bring empty dicts for images they don't have."""
+    return value is None or (isinstance(value, (dict, list)) and not value)
 
 
 def _read_mask(mask, batch: int, columns: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from .attention import Probe, open_pass, own_implementation
 from .capability import Capability, cache_argument, input_device
 from .config import SuffixCacheConfig
 from .regimes import RotaryRegimes, depends_on_length, length_dependent_modules, rope_types
-from .rope import fit_rotation, frequencies_of_table, relative_error
+from .rope import fit_rotation, frequencies_of_table, relative_error, rotate_keys
 from .store.pool import LayerShape
 from .store.store import Store
 from .view import View
@@ -53,8 +53,8 @@ LIMITS = (
 
 class CapabilityTable:
     """
-    Measurements, taken once for each state of a model (dtype, device, attention implementation, and the settings of
-    its identity), and shared by models of one class, config, and state.
+    Measurements, taken once for each state of a model (dtype, device, attention implementation, settings and weights),
+    and shared by models of one class, config, and state. A measurement that failed is not kept.
     """
 
     def __init__(self):
@@ -62,8 +62,11 @@ class CapabilityTable:
         self._known: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict] = weakref.WeakKeyDictionary()
         self._shared: OrderedDict[tuple, Capability] = OrderedDict()
 
-    def get(self, model: PreTrainedModel, settings: tuple = ()) -> tuple[Capability, int]:
-        """The model's capability and the rows that were run to measure it now (0 if it was known)."""
+    def get(self, model: PreTrainedModel, settings="") -> tuple[Capability, int]:
+        """
+        The model's capability and the rows that were run to measure it now (0 if it was known). `settings` is whatever
+        else a measurement depends on.
+        """
         state = (model.dtype, str(input_device(model)), own_implementation(model), settings)
         with self._lock:
             known = self._known.setdefault(model, OrderedDict())
@@ -76,11 +79,12 @@ class CapabilityTable:
             # without the lock: a measurement may wait for another thread's request, which may need the table
             capability = measure(model)
             rows = capability.rows
-        with self._lock:
-            for table, key in ((known, state), (self._shared, shared)):
-                table[key] = capability
-                if len(table) > KEPT:
-                    table.popitem(last=False)
+        if not capability.failed:
+            with self._lock:
+                for table, key in ((known, state), (self._shared, shared)):
+                    table[key] = capability
+                    if len(table) > KEPT:
+                        table.popitem(last=False)
         return capability, rows
 
 
@@ -111,12 +115,16 @@ def measure(model: PreTrainedModel) -> Capability:
     regimes = RotaryRegimes(model) if length_dependent_modules(model) else None
     measurement = None
     try:
-        with regimes.cold() if regimes is not None else nullcontext(), torch.no_grad():
+        with (
+            regimes.cold() if regimes is not None else nullcontext(),
+            torch.autocast(input_device(model).type, enabled=False),
+            torch.no_grad(),
+        ):
             measurement = _Measurement(model)
             capability = measurement.verdict()
     except Exception as error:  # whatever a foreign forward raises here, it must not reach the caller's generate
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        capability = Capability("none", f"the model could not be measured ({problem})")
+        capability = Capability("none", f"the model could not be measured ({problem})", failed=True)
     rows = 0 if measurement is None else measurement.rows
     return replace(capability, length_dependent=regimes is not None, rows=rows, seconds=time.perf_counter() - started)
 
@@ -195,6 +203,8 @@ class _Measurement:
             return "the model keeps no keys and values in the cache that it is given"
         for number, rows in enumerate(near):
             for states in rows or ():
+                if not bool(states.isfinite().all()):
+                    raise ValueError(f"layer {number} computes numbers that are not finite")
                 if states.dim() != 4 or states.shape[0] != 1 or states.shape[2] != PROBE_TOKENS:
                     return f"layer {number} keeps {list(states.shape)}, not [batch, heads, tokens, head_dim]"
                 if states.dtype not in ROTATION_TOLERANCE:
@@ -327,7 +337,39 @@ class _Measurement:
                     return f"layer {number}: {slot} depend on the position, and {how}"
                 specs.append(spec)
             layers.append(_shape(*first, *specs))
-        return tuple(layers)
+        return self._long_text_problem(layers) or tuple(layers)
+
+    def _long_text_problem(self, layers: list) -> str | None:
+        """
+        Why rows of texts that have outgrown their first length can't be moved. A model may swap its frequencies in
+        another place than the buffer (Phi-3.5-MoE). Dynamic NTK's change with every length: they are not looked at.
+        """
+        kinds = [rope_types(module) for module in length_dependent_modules(self.model)]
+        if not any(kind == "longrope" for types in kinds for kind in types.values()):
+            return None
+        border = max(self._first_lengths())
+        _, near = self._run(self.ids, border)
+        shift = FAR // 8
+        _, far = self._run(self.ids, border + shift)
+        for number, (shape, first, second) in enumerate(zip(layers, near, far, strict=True)):
+            if shape is None:
+                continue
+            for spec, a, b in zip((shape.rotary, shape.value_rotary), first, second, strict=True):
+                turned = a if spec is None else rotate_keys(a, shift, spec.frequencies(self.model), spec)
+                first_tolerance, per_layer = ROTATION_TOLERANCE[a.dtype]
+                if not relative_error(turned, b) <= first_tolerance + per_layer * number:
+                    return f"layer {number}: beyond {border} tokens rows turn by other frequencies than the buffer's"
+        return None
+
+    def _first_lengths(self) -> list[int]:
+        """Tokens up to which each longrope module keeps its first frequencies."""
+        name, lengths = "original_max_position_embeddings", []
+        for module in length_dependent_modules(self.model):
+            parameters = module.config.rope_parameters
+            for holder in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+                if holder.get(name):
+                    lengths.append(int(holder[name]))
+        return lengths
 
     def _candidates(self) -> dict[str, torch.Tensor]:
         """Inverse frequencies, fp64, by the name of the buffer that gives them."""

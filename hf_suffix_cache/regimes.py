@@ -52,26 +52,83 @@ class RotaryRegimes:
         self._model = weakref.ref(model)
         with _locks_lock:
             self._lock = _locks.setdefault(model, threading.RLock())
+        self._own: list | None = None  # state of each module between this request's forwards
+        self._found: list = []
 
     @property
     def modules(self) -> list[torch.nn.Module]:
         """The modules, in order."""
         return length_dependent_modules(self._model())
 
+    @property
+    def keep_history(self) -> bool:
+        """Whether a forward's frequencies depend on the forwards before it: dynamic NTK's do, longrope's don't."""
+        return any("dynamic" in kind for module in self.modules for kind in rope_types(module).values())
+
+    @property
+    def edited(self) -> bool:
+        """
+        Whether somebody has changed dynamic NTK's frequencies by hand: transformers goes on with them for short texts,
+        and a request that starts from a new model's state would not.
+        """
+        for module in self.modules:
+            if any("dynamic" in kind for kind in rope_types(module).values()):
+                limits = {int(value) for name, value in vars(module).items() if name.endswith("max_seq_len_cached")}
+                untouched = limits == {module.original_max_seq_len}
+                pairs = [(name, name.removesuffix("original_inv_freq") + "inv_freq") for name in module._buffers]
+                for original, live in pairs:
+                    if untouched and original.endswith("original_inv_freq"):
+                        if not torch.equal(module._buffers[original], module._buffers[live]):
+                            return True
+        return False
+
+    def resume(self) -> None:
+        """
+        Bring the modules to this request's own state, a new model's at first. Other requests wait until `pause`: there
+        is one state a model. Both stand around one forward, so that no code of the caller's runs in between.
+        """
+        self._lock.acquire()
+        try:
+            modules = self.modules
+            self._found = [_state(module) for module in modules]
+            for number, module in enumerate(modules):
+                if self._own is None:
+                    _reset(module)
+                else:
+                    _restore(module, *self._own[number])
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def pause(self) -> None:
+        """Keep the request's state for its next forward, and leave the modules as they were found."""
+        try:
+            modules = self.modules
+            self._own = [_state(module) for module in modules]
+            for module, state in zip(modules, self._found, strict=True):
+                _restore(module, *state)
+        finally:
+            self._lock.release()
+
     @contextmanager
     def cold(self):
-        """
-        Inside, the modules start from the state of a new model, and other threads' requests wait: there is one state
-        a model. Afterwards the modules are as they were found.
-        """
+        """Inside, the modules are in this request's own state, a new model's at first; then as they were found."""
+        self.resume()
+        try:
+            yield
+        finally:
+            self.pause()
+
+    @contextmanager
+    def as_found(self):
+        """Around a whole call, whose forwards may also run without the request (Phi-3's, once it drops its cache)."""
         with self._lock:
             modules = self.modules
             found = [_state(module) for module in modules]
-            for module in modules:
-                _reset(module)
-            try:
-                yield
-            finally:
+        try:
+            yield
+        finally:
+            with self._lock:
                 for module, state in zip(modules, found, strict=True):
                     _restore(module, *state)
 
@@ -106,7 +163,7 @@ def _state(module: torch.nn.Module) -> tuple[dict, dict]:
 
 
 def _reset(module: torch.nn.Module) -> None:
-    """As after construction. New tensors, since some types write theirs in place."""
+    """As after construction. New tensors, since some types write into theirs in place."""
     for name, buffer in list(module._buffers.items()):
         if name.endswith("original_inv_freq"):
             live = name.removesuffix("original_inv_freq") + "inv_freq"
@@ -121,7 +178,8 @@ def _restore(module: torch.nn.Module, buffers: dict, attributes: dict) -> None:
     for name, (buffer, values) in buffers.items():
         module._buffers[name] = buffer
         if not torch.equal(buffer, values):
-            buffer.copy_(values)
+            with torch.no_grad():
+                buffer.copy_(values)
     for name in [name for name in vars(module) if name.endswith(ATTRIBUTES) and name not in attributes]:
         delattr(module, name)
     for name, value in attributes.items():

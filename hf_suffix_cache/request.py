@@ -1,6 +1,9 @@
 """One call from its prompt to its commit: plan, materialise, run, and what is stored afterwards."""
 
+import functools
+import inspect
 import logging
+import threading
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
 
@@ -38,6 +41,10 @@ class Request:
         capability (`Capability`): What the model can do.
         capability_rows (`int`): Rows that were run to measure it now.
         regimes (`RotaryRegimes`, *optional*): Given where rotary frequencies depend on the length of the text.
+        same_model (callable): Whether the model still computes as it did when the request was opened.
+        watch (`bool`): Whether code of the caller's runs between the forwards, so that `same_model` is asked for each.
+        adopt (`bool`): Whether a stored conversation's own memory may be continued in place. A view that the caller
+            gets to see must not share memory with the store.
         shelf_of (callable, *optional*): The shelf of a regime, and of calls with token types or without.
     """
 
@@ -59,6 +66,9 @@ class Request:
         capability_rows=0,
         regimes=None,
         shelf_of=None,
+        same_model=None,
+        watch=False,
+        adopt=True,
     ):
         self.view = view
         self.capability = capability
@@ -67,9 +77,12 @@ class Request:
         self._front_only = capability.kind != "shift" and config.fidelity != "exact"
         self.regimes = regimes
         self.shelf_of = shelf_of
+        self.same_model = same_model
+        self.watch = watch
+        self.adopt = adopt
         self.regime: bytes | None = None
         self.with_types = False  # whether token types, all 0, came with the prompt: some models tell that from none
-        self.regime_columns: int | None = None  # columns that were computed in that regime
+        self.storable: int | None = None  # columns before the first one that was computed in some other way
         self.frequencies = frequencies
         self.prompt_columns = prompt_columns
         self.caller_rows = caller_rows
@@ -84,18 +97,28 @@ class Request:
         self.report = ReuseReport(capability_rows=capability_rows)
         self.started = time.perf_counter()
         self._passes = ExitStack()
-        self._held = False
+        self._shares = False  # whether the view lies over memory of a stored conversation
+        self._resumed = False
         self._all_logits = False
         self._adopted = None
         self.batch: PromptBatch | None = None
         view.request = self
 
-    @contextmanager
-    def hold(self):
-        """Inside, the whole call runs from the rotary state of a new model, and leaves the model's as it was found."""
-        with self.regimes.cold() if self.regimes is not None else nullcontext():
-            self._held = True
-            yield
+    def as_found(self):
+        """Around a whole call: rotary modules are left as they were found."""
+        return nullcontext() if self.regimes is None else self.regimes.as_found()
+
+    def resume(self) -> None:
+        """Called before every forward of the request, outside of anybody else's code."""
+        if self.regimes is not None:
+            self.regimes.resume()
+            self._resumed = True
+
+    def pause(self) -> None:
+        """Called after every forward, also when it raised."""
+        if self._resumed:
+            self._resumed = False
+            self.regimes.pause()
 
     # -- the first forward --------------------------------------------------------------------------------------
 
@@ -103,7 +126,7 @@ class Request:
         """Called before the first forward with its arguments; returns the arguments of the last pass."""
         self.state = "prefill"
         try:
-            self.batch = read_inputs(kwargs, self.prompt_columns, self.caller_rows)
+            self.batch = read_inputs(kwargs, self.prompt_columns, self.caller_rows, _defaults(type(model)))
         except Refused as refusal:
             return self._plain(kwargs, str(refusal))
         self.view.group, self.view.prompt_columns = self.batch.group, self.batch.prompt_columns
@@ -111,8 +134,6 @@ class Request:
             return self._plain(kwargs, "the model counts padding as positions, so padded rows may stand anywhere")
         try:
             if self.regimes is not None:
-                if not self._held:
-                    self._passes.enter_context(self.regimes.cold())
                 self.regime = self.regimes.enter(int(self.batch.columns - self.batch.pads.min()))
             self.with_types = kwargs.get("token_type_ids") is not None
             if self.regime is not None or self.with_types:
@@ -138,22 +159,31 @@ class Request:
 
     def prefilled(self) -> None:
         """Called after the first forward, also when it raised."""
-        self.forwarded()
         self._passes.close()
+        if self.regime is not None and self.regimes.current() != self.regime:
+            self.storable = 0
         if self.state == "prefill":
             self.state = "decoding"
             self.report.timings["first_token"] = time.perf_counter() - self.started
 
     def continued(self, kwargs: dict) -> None:
-        """Called before every later forward: rows with other token types than the prompt's are not stored."""
+        """
+        Called before every later forward: what it computes is stored only if nothing but the tokens is new. Token
+        types must be the prompt's; where code of the caller's runs in between, the model must be in the same state.
+        """
+        self._before = self.view.get_seq_length()
         types = kwargs.get("token_type_ids")
-        if (types is not None) != self.with_types or (types is not None and bool((types != 0).any())):
-            self.view.altered = True
+        other_types = (types is not None) != self.with_types or (types is not None and bool((types != 0).any()))
+        if other_types or (self.watch and not self.same_model()):
+            self._store_up_to(self._before)
 
     def forwarded(self) -> None:
-        """Called after every forward: rows that were computed by other frequencies belong to another shelf."""
-        if self.regime is not None and self.regimes.current() == self.regime:
-            self.regime_columns = self.view.get_seq_length()
+        """Called after every later forward: rows that were computed by other frequencies belong to another shelf."""
+        if self.regime is not None and self.regimes.current() != self.regime:
+            self._store_up_to(self._before)
+
+    def _store_up_to(self, columns: int) -> None:
+        self.storable = columns if self.storable is None else min(columns, self.storable)
 
     def _plain(self, kwargs: dict, reason: str) -> dict:
         """A full prefill through the empty view, not stored."""
@@ -219,10 +249,11 @@ class Request:
             sequence = row.prefix_sequence
             whole = sequence is not None and row.prefix_length == len(sequence.ids)
             columns, rows = self.batch.columns + room, self.batch.rows
-            if whole and rows == 1 and row.pad == 0:
+            if whole and rows == 1 and row.pad == 0 and self.adopt:
                 extent = store.adopt(view.shelf, sequence, columns)
                 self._adopted = sequence if extent is not None else None
                 in_place = row.prefix_length if extent is not None else 0
+                self._shares = extent is not None
             view.lay_over(extent if extent is not None else store.allocate(view.shelf, columns, rows))
             frequencies = self.frequencies()
             for number in range(self.batch.rows):
@@ -266,8 +297,10 @@ class Request:
         view = self.view
         tokens = torch.cat(view.fed, dim=1).cpu().numpy() if view.fed else np.empty((0, 0), dtype=np.int64)
         whole = tokens.shape[1] == view.get_seq_length() and not view.altered
-        if self.regime is not None:
-            tokens = tokens[:, : min(self.regime_columns or 0, tokens.shape[1])]
+        if self.storable is not None:
+            tokens = tokens[:, : self.storable]
+        if self.watch or threading.active_count() > 1:  # else nobody could have changed the model meanwhile
+            whole = whole and self.same_model()
         with view.store.lock:
             self._give_back()
             try:
@@ -301,9 +334,9 @@ class Request:
         for row in self.rows:
             self.view.shelf.unpin(row.segments())
         # a cycle, or the frequencies' hold on the model, would keep both alive until a garbage collection
-        self.view.request = self.frequencies = self.regimes = self.shelf_of = None
+        self.view.request = self.frequencies = self.regimes = self.shelf_of = self.same_model = None
         if handed_out:
-            self.view.hand_out()
+            self.view.hand_out(self._shares)
         else:
             self.view.close()
 
@@ -330,6 +363,13 @@ class Request:
             return self.batch.prompt_columns + int(ended[0]) + 1
         written = np.flatnonzero(answer != self.pad) if self.pad is not None else np.arange(len(answer))
         return self.batch.prompt_columns + (int(written[-1]) + 1 if len(written) else 0)
+
+
+@functools.lru_cache(maxsize=64)
+def _defaults(model_class: type) -> dict:
+    """Default of each argument of a model's forward."""
+    parameters = inspect.signature(model_class.forward).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
 
 
 @contextmanager

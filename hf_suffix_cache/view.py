@@ -229,6 +229,14 @@ class View(Cache):
         if old is not None:
             self.store.release(self.shelf, old)
 
+    def _move(self, extent: Extent) -> None:
+        """Copy what there is to another extent, and lie over that."""
+        old, before = self.extent, [(layer.keys, layer.values) for layer in self.own_layers]
+        self.lay_over(extent)
+        for layer, (keys, values) in zip(self.own_layers, before, strict=True):
+            layer.keys[:], layer.values[:] = keys, values
+        self.store.release(self.shelf, old)
+
     def close(self) -> None:
         """Give the extent back. The view is empty then."""
         for layer in self.layers:
@@ -238,8 +246,13 @@ class View(Cache):
             self.store.release(self.shelf, self.extent)
             self._lease[0] = None
 
-    def hand_out(self) -> None:
-        """From now on the view belongs to the caller; its extent comes back when he drops it."""
+    def hand_out(self, shares: bool) -> None:
+        """
+        From now on the view belongs to the caller; its extent comes back when he drops it. Where it `shares` memory
+        with a stored conversation, it gets a copy of its own: the caller may write into it.
+        """
+        if shares:
+            self._move(self.shelf.pool.allocate_private(self.extent.rows, self.extent.batch))
         weakref.finalize(self, self.store.release_later, self.shelf, self._lease)
         self.request = None
 

@@ -1,12 +1,17 @@
 """Rotary frequencies that depend on the length of the text: rows of one regime never serve another."""
 
+import threading
+
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 from hf_suffix_cache import SuffixCache
+from hf_suffix_cache.measurement import measure
 from hf_suffix_cache.regimes import RotaryRegimes, length_dependent_modules
 from reference import (
     ask,
+    cache_name,
     check_pool,
     first_layer_is_fresh,
     in_threads,
@@ -135,7 +140,87 @@ def test_threads_share_one_rotary_module(kind):
     check_pool(cache)
 
 
+def test_plain_forwards_go_on_from_each_other_and_are_not_served_for_dynamic_frequencies():
+    model, cache, warm = make_model("dynamic"), SuffixCache(), make_model("dynamic")
+    name = cache_name(model)
+
+    def loop(model):
+        output = model(torch.tensor([LONG[:70]]), use_cache=True)
+        logits = [output.logits[:, -1]]
+        for token in new_text(4, 2):
+            output = model(torch.tensor([[token]]), use_cache=True, **{name: output[name]})
+            logits.append(output.logits[:, -1])
+        return logits
+
+    ask(model, old_text(200, 5), steps=1)
+    ask(warm, old_text(200, 5), steps=1)
+    with torch.no_grad():
+        with cache.attach(model):
+            got = loop(model)
+        assert max_difference(got, loop(warm)) == 0
+        assert max_difference(got, loop(make_model("dynamic"))) > 1e-2  # control: a new model says something else
+    assert "dynamic" in cache.last_report.reason
+
+
+def test_frequencies_that_were_edited_by_hand_are_not_overwritten():
+    model, cache = make_model("dynamic"), SuffixCache()
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    got = ask(model, SHORT, cache)
+    same_answer(got, ask(model, SHORT))
+    assert "edited" in got.report.reason
+
+
+@pytest.mark.parametrize("lookup", [None, 8])
+@pytest.mark.parametrize("kind, length, seed", [("phi3", 51, 1), ("dynamic", 50, 2), ("llama_longrope", 51, 1)])
+def test_drafts_across_the_border_leave_no_wrong_row(kind, length, seed, lookup):
+    text = (old_text(8, seed) * 10)[:length]
+    model, cache = make_model(kind), SuffixCache(fidelity="exact")
+    options = {"prompt_lookup_num_tokens": lookup} if lookup else {}
+    start = ask(model, text, cache, steps=20, **options).tokens()[:ORIGINAL_LENGTH]
+    for ids in (start, start[:-2]):
+        got = ask(model, ids, cache, steps=1)
+        same_answer(got, cold(kind, ids, steps=1))
+        assert got.report.exact_tokens >= length
+
+
+class _Once(StoppingCriteria):
+    def __init__(self, job):
+        self.job = job
+
+    def __call__(self, ids, scores, **kwargs):
+        job, self.job = self.job, None
+        if job is not None:
+            job()
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
 @pytest.mark.parametrize("kind", LENGTH_DEPENDENT)
+def test_calls_inside_of_calls_and_other_threads_never_wait_for_each_other_for_ever(kind):
+    models, cache = [make_model(kind), make_model(kind, seed=1)], SuffixCache(fidelity="exact")
+    barrier = threading.Barrier(2, timeout=60)
+    want = [ask(make_model(kind, seed=seed), SHORT) for seed in (0, 1)]
+    want_inner = [ask(make_model(kind, seed=seed), LONG, steps=2) for seed in (0, 1)]
+
+    def crosswise(mine, other):
+        inner = []
+        criteria = _Once(lambda: (barrier.wait(), inner.append(ask(models[other], LONG, cache, steps=2))))
+        same_answer(ask(models[mine], SHORT, cache, stopping_criteria=[criteria]), want[mine])
+        same_answer(inner[0], want_inner[other])
+
+    in_threads([lambda: crosswise(0, 1), lambda: crosswise(1, 0)])
+    worker = _Once(lambda: in_threads([lambda: ask(models[0], LONG, cache)]))
+    same_answer(ask(models[0], SHORT, cache, stopping_criteria=[worker]), want[0])
+    check_pool(cache)
+
+
+def test_a_model_that_swaps_its_frequencies_elsewhere_is_not_moved():
+    """Phi-3.5-MoE computes its long frequencies in the rotary module's forward, and ignores the buffer."""
+    assert measure(make_model("phi3")).kind == "shift"  # control
+    capability = measure(make_model("phimoe"))
+    assert capability.kind == "prefix" and f"beyond {ORIGINAL_LENGTH} tokens" in capability.reason
+
+
+@pytest.mark.parametrize("kind", ["phi3"])
 def test_plain_forwards_are_served_from_a_new_models_state(kind):
     model, cache = make_model(kind), SuffixCache(fidelity="exact")
     before = buffers_of(model)

@@ -147,6 +147,14 @@ BREADTH = tuple(
 # Beyond its first length every other length is a regime of its own: nothing that runs on SUPPORTED fits it.
 _REGIMES = {
     "dynamic": _sized(transformers.LlamaConfig, rope_parameters=_DYNAMIC, max_position_embeddings=ORIGINAL_LENGTH),
+    "llama_longrope": _sized(transformers.LlamaConfig, rope_parameters=_LONGROPE),
+    "phimoe": _sized(
+        transformers.PhimoeConfig,
+        rope_parameters=_LONGROPE | dict(short_mscale=1.0, long_mscale=1.1),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    ),
 }
 LENGTH_DEPENDENT = ("phi3", "dynamic")
 

@@ -1,8 +1,7 @@
 """What a model computes with besides its tensors: plain attributes, configs, hooks, replaced forwards."""
 
+import hashlib
 import operator
-import sys
-import types
 import weakref
 from dataclasses import dataclass, field
 from itertools import chain
@@ -11,6 +10,8 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from .adapters import PLAIN, Adapters, is_adapter
+from .code import Code
+from .contents import CONTAINERS, Contents
 from .serials import Serials
 from .tensors import Special, leaves, offloading_hooks, own_tensors, rope_prefixes
 
@@ -19,12 +20,16 @@ OURS = ("hf_suffix_cache.", "transformers.")
 KEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "all_tied_weights_keys", "_no_split_modules"} - {"training"}
 KEEPING |= {f"_{kind}_plan" for kind in ("tp", "ep", "pp", "fsdp")} | {"_skip_keys_device_placement"}
 KEEPING |= {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"}
-KEEPING |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected"}
+KEEPING |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_weight_conversions"}
 KEEPING |= {"_previous_max_cache_length", "_is_torch_compile", "_last_compile_config", "_compiled_call"}
-# attention is asked for separately: a pass of ours changes it for a while; and transformers switches the kernel
-# of experts while it decodes
-SWITCHED = {"_attn_implementation_internal", "_experts_implementation_internal"}
-SMALL = 64  # entries of a list or dict, and elements of a tensor, that is kept as a plain attribute
+KEEPING |= {"_output_capturing_hooks_installed", "_can_record_outputs", "_tied_weights_keys", "_abc_impl"}
+# how a call generates, how gradients flow, what a loss is
+KEEPING |= {"generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_loss_function"}
+KEEPING |= {"_require_grads_hook", "_require_grads_hooks"}
+# adapters are read as far as they act
+KEEPING |= {"peft_config", "_hf_peft_config_loaded"}
+# read with the code
+APART = {"forward", "_hf_hook"}
 
 
 @dataclass
@@ -36,7 +41,8 @@ class Reading:
         tensors (`list[torch.Tensor]`): All that act, in the order of the modules.
         values (`list`): Plain values, compared as they are.
         hooks (`list[tuple]`): Place and torch's number of all foreign hooks: a number is given once in a process.
-        serials (`list[int]`): Numbers of replaced forwards, accelerate's hooks, classes' forwards and other objects.
+        serials (`list[int]`): Numbers of replaced forwards, accelerate's hooks, functions of classes and source files,
+            and other objects.
     """
 
     tensors: list = field(default_factory=list)
@@ -88,19 +94,15 @@ class Scan:
         self._serials = serials
         self._modules = [weakref.ref(module) for module in modules]
         self._sizes = [len(module.__dict__) for module in modules]
-        self._getters, self._containers, self._tensors, self._objects = [], [], [], []
+        self._addresses = set(map(id, modules))
+        self._getters, self._others, self._names = [], [], []
         self._special: dict[int, Special] = {}
         self._find_special(modules)
         for index, module in enumerate(modules):
             self._sort_attributes(index, module)
-        namespaces = dict.fromkeys(type(module).__module__ for module in modules)
-        self._functions = [
-            (namespace, name)
-            for namespace in namespaces
-            if not namespace.startswith("torch.")
-            for name, value in vars(sys.modules.get(namespace, types)).items()
-            if isinstance(value, types.FunctionType)
-        ]
+        # values are read without names
+        self._layout = hashlib.blake2b(repr(self._names).encode(), digest_size=16).hexdigest()
+        self._code = Code(serials, KEEPING)
 
     def fits(self, modules: list[torch.nn.Module]) -> bool:
         """Whether these are the modules that were looked at, with as many attributes."""
@@ -116,16 +118,24 @@ class Scan:
             if not PLAIN.issuperset(map(type, chain.from_iterable(values))):
                 raise Stale
             reading.values += values
-            reading.values += [repr(owned[index][name]) for index, name in self._containers]
-            self._read_tensors(modules, owned, reading)
-            reading.serials += [self._serials.of(owned[index][name]) for index, name in self._objects]
+            reading.values.append(self._layout)
+            contents = Contents(self._serials, self._addresses, reading.tensors, reading.serials)
+            self._read_tensors(modules, reading)
+            for index, name, kind in self._others:
+                value = owned[index][name]
+                if type(value) is not kind:
+                    raise Stale
+                reading.values.append(contents.of(value))
         except KeyError:
             raise Stale from None
         for config in {id(own["config"]): own["config"] for own in owned if "config" in own}.values():
-            reading.values.append(_config_values(config))
-        self._read_code(modules, owned, reading)
+            reading.values.append(contents.of(config))
+        self._read_code(modules, owned, contents, reading)
+        reading.tensors = tensors = [tensor for tensor in reading.tensors if tensor is not None]
+        if not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors)):
+            reading.tensors = [leaf for tensor in tensors for leaf in leaves(tensor)]
 
-    def _read_tensors(self, modules, owned, reading: Reading) -> None:
+    def _read_tensors(self, modules, reading: Reading) -> None:
         tensors = reading.tensors
         for index, module in enumerate(modules):
             if index in self._special:
@@ -135,19 +145,8 @@ class Scan:
                 tensors += module._parameters.values()
             if module._buffers:
                 tensors += module._buffers.values()
-        for index, name in self._tensors:
-            tensor = owned[index][name]
-            if not isinstance(tensor, torch.Tensor):
-                raise Stale
-            if tensor.numel() <= SMALL and not tensor.is_meta:
-                reading.values.append((name, str(tensor.dtype), repr(tensor.tolist())))
-            else:
-                tensors.append(tensor)
-        reading.tensors = tensors = [tensor for tensor in tensors if tensor is not None]
-        if not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors)):
-            reading.tensors = [leaf for tensor in tensors for leaf in leaves(tensor)]
 
-    def _read_code(self, modules, owned, reading: Reading) -> None:
+    def _read_code(self, modules, owned, contents: Contents, reading: Reading) -> None:
         """Hooks, forwards of instances and classes, functions beside the classes."""
         number = self._serials.of
         hooked = [(0, torch_module._global_forward_pre_hooks), (0, torch_module._global_forward_hooks)]
@@ -159,10 +158,7 @@ class Scan:
             replaced = [(index, number(own[name])) for index, own in enumerate(owned) if name in own]
             reading.values.append((name, tuple(replaced)))
             reading.serials += [serial for _, serial in replaced]
-        for kind in dict.fromkeys(map(type, modules)):
-            reading.serials += (number(kind), number(kind.forward))
-        for namespace, name in self._functions:
-            reading.serials.append(number(getattr(sys.modules[namespace], name, None)))
+        self._code.read(modules, contents, reading.values, reading.serials)
 
     def _find_special(self, modules: list[torch.nn.Module]) -> None:
         places = {id(module): index for index, module in enumerate(modules)}
@@ -181,37 +177,20 @@ class Scan:
         """Find out which of a module's attributes to read how."""
         special = self._special.get(index)
         plain = []
-        for name, value in module.__dict__.items():
-            if name in KEEPING or (special is not None and special.recomputes(name)):
+        for name, value in sorted(module.__dict__.items()):
+            if name in KEEPING or name in APART or (special is not None and special.recomputes(name)):
                 continue
-            if type(value) in PLAIN:
+            kind = type(value)
+            if kind in PLAIN:
                 plain.append(name)
-            elif type(value) in (dict, list, tuple):
-                if not is_adapter(module) and _is_plain_container(value):
-                    self._containers.append((index, name))
-            elif isinstance(value, torch.Tensor):
-                self._tensors.append((index, name))
-            elif isinstance(value, torch.ScriptObject):  # packed weights of torch's dynamic quantisation
-                self._objects.append((index, name))
+            elif name == "config" or (issubclass(kind, CONTAINERS) and is_adapter(module)):
+                continue  # configs are read once each, adapters' choices and numbers where they act
+            else:
+                self._others.append((index, name, kind))
+                self._names.append((index, name))
+        self._names.append((index, *plain))
         # of one name an itemgetter returns the bare value, of two or more a tuple
         self._getters.append(operator.itemgetter("training", "training", *plain))
-
-
-def _config_values(config) -> tuple:
-    """Plain values of a config object."""
-    return tuple(
-        (name, value if type(value) in PLAIN else repr(value))
-        for name, value in list(vars(config).items())
-        if name not in SWITCHED and (type(value) in PLAIN or _is_plain_container(value))
-    )
-
-
-def _is_plain_container(value, depth: int = 2) -> bool:
-    """Whether a value is a small dict, list or tuple of plain values, or of such containers."""
-    if type(value) not in (dict, list, tuple) or len(value) > SMALL:
-        return False
-    inside = value.values() if type(value) is dict else value
-    return all(type(each) in PLAIN or (depth > 0 and _is_plain_container(each, depth - 1)) for each in inside)
 
 
 def _is_ours(hook) -> bool:
