@@ -2,6 +2,7 @@
 
 import hashlib
 import operator
+import types
 import weakref
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,6 +23,7 @@ KEEPING |= {f"_{kind}_plan" for kind in ("tp", "ep", "pp", "fsdp")} | {"_skip_ke
 KEEPING |= {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"}
 KEEPING |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_weight_conversions"}
 KEEPING |= {"_previous_max_cache_length", "_is_torch_compile", "_last_compile_config", "_compiled_call"}
+KEEPING |= {"_compiled_call_impl"}
 KEEPING |= {"_output_capturing_hooks_installed", "_can_record_outputs", "_tied_weights_keys", "_abc_impl"}
 # how a call generates, how gradients flow, what a loss is
 KEEPING |= {"generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_loss_function"}
@@ -95,7 +97,7 @@ class Scan:
         self._modules = [weakref.ref(module) for module in modules]
         self._sizes = [len(module.__dict__) for module in modules]
         self._addresses = set(map(id, modules))
-        self._getters, self._others, self._names = [], [], []
+        self._getters, self._others, self._own_methods, self._names = [], [], [], []
         self._special: dict[int, Special] = {}
         self._find_special(modules)
         for index, module in enumerate(modules):
@@ -121,6 +123,9 @@ class Scan:
             reading.values.append(self._layout)
             contents = Contents(self._serials, self._addresses, reading.tensors, reading.serials)
             self._read_tensors(modules, reading)
+            for index, name in self._own_methods:
+                if not _is_own_method(modules[index], name, owned[index][name]):
+                    raise Stale
             for index, name, kind in self._others:
                 value = owned[index][name]
                 if type(value) is not kind:
@@ -183,6 +188,8 @@ class Scan:
             kind = type(value)
             if kind in PLAIN:
                 plain.append(name)
+            elif _is_own_method(module, name, value):
+                self._own_methods.append((index, name))
             elif name == "config" or (issubclass(kind, CONTAINERS) and is_adapter(module)):
                 continue  # configs are read once each, adapters' choices and numbers where they act
             else:
@@ -191,6 +198,13 @@ class Scan:
         self._names.append((index, *plain))
         # of one name an itemgetter returns the bare value, of two or more a tuple
         self._getters.append(operator.itemgetter("training", "training", *plain))
+
+
+def _is_own_method(module: torch.nn.Module, name: str, value) -> bool:
+    """Whether an attribute is the method that the module has without it; peft's prompt learning leaves one."""
+    if type(value) is not types.MethodType or value.__self__ is not module:
+        return False
+    return getattr(type(module), name, None) is value.__func__
 
 
 def _is_ours(hook) -> bool:
