@@ -13,12 +13,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from . import generation
 from .attention import own_implementation
+from .capabilities import CapabilityTable
 from .capability import Capability, input_device
 from .comparison import Comparison, compare
 from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names
 from .identity import Identity, IdentityTable, refusal
 from .inputs import Refused
-from .measurement import CapabilityTable
 from .regimes import RotaryRegimes
 from .registration import register
 from .report import CacheStats, ReuseReport

@@ -2,23 +2,18 @@
 What a model can do, measured on the model at first use. The class name and `model_type` are not looked at.
 """
 
-import hashlib
 import inspect
 import re
-import threading
 import time
-import weakref
-from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import torch
-import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from .attention import Probe, open_pass, own_implementation
+from .attention import Probe, open_pass
 from .capability import Capability, cache_argument, input_device
 from .config import SuffixCacheConfig
 from .regimes import RotaryRegimes, depends_on_length, length_dependent_modules, rope_types
@@ -33,7 +28,6 @@ CHANGED_FROM = 8  # the row from which tokens are changed, to see whether rows t
 PADS = 3  # padding before the second row of a batch
 SCATTERED = (3, 4, 8, 11)  # rows that are run alone, among the others
 FAR = 509  # positions between the two runs: far enough to tell slow frequencies apart, and prime
-KEPT = 64  # states (adapters, hooks, settings) whose measurement is remembered
 # `relative_error` of turned rows against fresh ones in layer 0, and what each layer adds to it. SmolLM2 shows 8e-6 in
 # fp32, 3e-2 in layer 29 in bf16, 4e-3 in fp16
 ROTATION_TOLERANCE = {
@@ -49,57 +43,6 @@ LIMITS = (
     "max_position_embeddings original_max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length "
     "max_target_positions seq_length block_size"
 ).split()
-
-
-class CapabilityTable:
-    """
-    Measurements, taken once for each state of a model (dtype, device, attention implementation, settings and weights),
-    and shared by models of one class, config, and state. A measurement that failed is not kept.
-    """
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._known: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict] = weakref.WeakKeyDictionary()
-        self._shared: OrderedDict[tuple, Capability] = OrderedDict()
-
-    def get(self, model: PreTrainedModel, settings="") -> tuple[Capability, int]:
-        """
-        The model's capability and the rows that were run to measure it now (0 if it was known). `settings` is whatever
-        else a measurement depends on.
-        """
-        state = (model.dtype, str(input_device(model)), own_implementation(model), settings)
-        with self._lock:
-            known = self._known.setdefault(model, OrderedDict())
-            if state in known:
-                known.move_to_end(state)
-                return known[state], 0
-        shared = (config_fingerprint(model), *state)
-        capability, rows = self._shared.get(shared), 0
-        if capability is None:
-            # without the lock: a measurement may wait for another thread's request, which may need the table
-            capability = measure(model)
-            rows = capability.rows
-        if not capability.failed:
-            with self._lock:
-                for table, key in ((known, state), (self._shared, shared)):
-                    table[key] = capability
-                    if len(table) > KEPT:
-                        table.popitem(last=False)
-        return capability, rows
-
-
-def config_fingerprint(model: PreTrainedModel) -> str:
-    """Class, config, layer placement and versions: what a measurement depends on beside a model's state."""
-    kind = type(model)
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    parts = (
-        f"{kind.__module__}.{kind.__qualname__}",
-        model.config.to_json_string(),
-        repr(getattr(model, "hf_device_map", devices)),
-        transformers.__version__,
-        torch.__version__,
-    )
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
 
 
 def measure(model: PreTrainedModel) -> Capability:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_suffix_cache import SuffixCache
+from hf_suffix_cache.capabilities import CapabilityTable
 from hf_suffix_cache.capability import cache_argument
-from hf_suffix_cache.measurement import CapabilityTable, measure
+from hf_suffix_cache.measurement import measure
 from reference import ask, same_as_vanilla
 from tiny_models import LENGTH_DEPENDENT, PREFIX, SUPPORTED, UNSUPPORTED, fingerprint, make_model, new_text, old_text
 

@@ -29,6 +29,7 @@ SIDEWAYS = {
 PART_OF = {
     "strip": "report",
     "inputs": "prompt",
+    "capabilities": "measurement",
     "calls": "generation",
     "comparison": "cache",
     "registration": "cache",
