@@ -1,5 +1,7 @@
 """Whose rows these are: threads on one cache, several models, whatever changes what a model computes."""
 
+import collections
+import copy
 import functools
 import gc
 import os
@@ -7,11 +9,17 @@ import subprocess
 import sys
 import types
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerate
+import numpy as np
 import pytest
 import torch
+import transformers
+from transformers import CompileConfig
+from transformers.models.gpt_neo import modeling_gpt_neo
 from transformers.models.llama import modeling_llama
 
 from hf_suffix_cache import SuffixCache
@@ -30,7 +38,7 @@ from reference import (
     same_as_vanilla,
     work_is_reported,
 )
-from tiny_models import fingerprint, forget, make_model, new_text, old_text
+from tiny_models import VOCAB, fingerprint, forget, make_model, new_text, old_text
 
 PROMPT = old_text(48, 1)
 MOVED = new_text(11, 1) + PROMPT + new_text(36, 2)
@@ -210,6 +218,11 @@ SETTINGS = {
     "small list": ("model.layers.1.self_attn", "gates", [1.0, 2.0]),
     "small tensor": ("model.layers.1.self_attn", "gate", torch.ones(3)),
     "config": ("config", "rope_theta", 5e5),
+    "numpy's number": ("model.layers.1.self_attn", "scaling", np.float64(0.5)),
+    "function": ("model.layers.1.mlp.act_fn", "act", torch.relu),
+    "another method": ("model.layers.1.self_attn", "_attend", types.MethodType(print, object())),
+    "long list": ("model.layers.1.self_attn", "gates", [0.5] * 5000),
+    "list of tensors": ("model.layers.1.self_attn", "gates", [torch.ones(100)]),
     "mode": ("model.layers.1", "training", True),
 }
 
@@ -246,6 +259,104 @@ def test_containers_and_small_tensors_are_seen_when_they_change_in_place():
     third, _ = table.get(model, 10)
     attention.gate[1], attention.gates["a"][1] = 1.0, 2
     assert len({first, second, third}) == 3 and table.get(model, 10)[0] is first
+
+
+class _Thing:
+    """No two differ in what they hold."""
+
+
+@dataclass(slots=True)
+class _Fields:
+    scale: float
+    parts: list
+
+
+def _change(holder, value):
+    holder[0] = value
+
+
+EDITS = {
+    "numpy's number": (lambda: [np.float32(0.1)], lambda held: _change(held, np.float32(0.2))),
+    "numpy's array": (lambda: np.zeros(9), lambda held: _change(held, 1.0)),
+    "large array": (lambda: np.zeros(50_000), lambda held: held.fill(1.0)),
+    "array of objects": (lambda: [np.array([None])], lambda held: _change(held, np.array([None]))),
+    "list of 100": (lambda: [1.0] * 100, lambda held: _change(held, 2.0)),
+    "list of 100,000": (lambda: [1.0] * 100_000, lambda held: _change(held, 2.0)),
+    "dict of 5,000": (lambda: dict.fromkeys(range(5000), 1.0), lambda held: _change(held, 2.0)),
+    "key of a dict": (lambda: {"a": 1}, lambda held: held.update(b=held.pop("a"))),
+    "set": (lambda: {1, 2}, lambda held: held.add(3)),
+    "deque": (lambda: collections.deque([1, 2]), lambda held: held.rotate()),
+    "deep": (lambda: [[[[[[1]]]]]], lambda held: _change(held[0][0][0][0][0], 2)),
+    "list in itself": (lambda: (lambda held: held.append(held) or held)([1]), lambda held: _change(held, 2)),
+    "type of a number": (lambda: [1], lambda held: _change(held, 1.0)),
+    "tensor": (lambda: [torch.zeros(100)], lambda held: _change(held, torch.zeros(100))),
+    "tensor in place": (lambda: {"a": (torch.zeros(100),)}, lambda held: held["a"][0].add_(1)),
+    "small tensor": (lambda: [torch.zeros(3)], lambda held: held[0].add_(1)),
+    "module": (lambda: [torch.nn.Linear(9, 9)], lambda held: torch.nn.init.ones_(held[0].weight)),
+    "function": (lambda: [torch.relu], lambda held: _change(held, torch.sigmoid)),
+    "method of a builtin type": (lambda: [torch.Tensor.add], lambda held: _change(held, torch.Tensor.sub)),
+    "numpy's function": (lambda: [np.exp], lambda held: _change(held, np.log)),
+    "partial": (lambda: [functools.partial(print)], lambda held: _change(held, functools.partial(print))),
+    "object": (lambda: [_Thing()], lambda held: _change(held, _Thing())),
+    "class": (lambda: [_Thing], lambda held: _change(held, _Fields)),
+    "namespace": (lambda: SimpleNamespace(a=[1]), lambda held: _change(held.a, 2)),
+    "dataclass": (lambda: _Fields(1.0, [np.float64(1)]), lambda held: _change(held.parts, np.float64(2))),
+    "path": (lambda: [Path("a")], lambda held: _change(held, Path("b"))),
+    "type of torch": (lambda: [torch.finfo(torch.half)], lambda held: _change(held, torch.finfo(torch.bfloat16))),
+}
+
+
+@pytest.mark.parametrize("place", ["model.layers.1.self_attn", "config", "class"])
+@pytest.mark.parametrize("kind", EDITS)
+def test_an_edit_of_what_an_attribute_holds_is_seen(kind, place, monkeypatch):
+    make, edit = EDITS[kind]
+    model, table = make_model(), make_table()
+    owner = modeling_llama.LlamaAttention if place == "class" else operator_get(model, place)
+    bare, _ = table.get(model, 10)
+    held = make()
+    monkeypatch.setattr(owner, "held", held, raising=False)
+    first, _ = table.get(model, 10)
+    assert first is not bare and table.get(model, 10) == (first, [])  # control: it is recognised
+    edit(held)
+    second, _ = table.get(model, 10)
+    assert second is not first and table.get(model, 10) == (second, [])
+    monkeypatch.undo()
+    assert table.get(model, 10)[0] is bare
+
+
+def test_an_attribute_that_changes_its_kind_or_name_is_seen():
+    model, table = make_model(), make_table()
+    attention, identities = model.model.layers[1].self_attn, []
+    for value in (torch.relu, 0.5, [0.5], (0.5,), np.float64(0.5), torch.ones(100), _Thing(), None, "relu"):
+        attention.held = value
+        identities.append(table.get(model, 10)[0])
+        assert table.get(model, 10)[0] is identities[-1]
+    del attention.held
+    attention.other = "relu"
+    identities.append(table.get(model, 10)[0])
+    assert len(set(identities)) == 10
+
+
+def test_an_object_that_can_not_be_recognised_never_matches():
+    model, table = make_model(), make_table()
+    model.model.layers[1].self_attn.held = [_NoWeakReference(print)]
+    assert len({table.get(model, 10)[0] for _ in range(3)}) == 3
+
+
+def test_configs_of_many_layers_are_compared_by_content():
+    """Of 66 layers: one kind of each in a list."""
+    model, table = make_model("mistral"), make_table()
+    model.config.layer_types = ["full_attention"] * 66
+    model.config.part = copy.deepcopy(model.config)  # as the text part of a model of images
+    first, _ = table.get(model, 10)
+    model.config.part = copy.deepcopy(model.config.part)
+    assert table.get(model, 10) == (first, [])
+    for config in (model.config, model.config.part):
+        config.layer_types[65] = "sliding_attention"
+        assert table.get(model, 10)[0] is not first
+        config.layer_types[65] = "full_attention"
+        assert table.get(model, 10)[0] is first
+    forget(model)
 
 
 PLACES = ["", "model", "model.embed_tokens", "model.layers.1", "model.layers.1.self_attn", "model.layers.1.mlp"]
@@ -364,6 +475,158 @@ def test_a_patched_class_or_function_is_noticed(monkeypatch):
             patched.setattr(target, name, replacement)
             is_noticed(model, cache)
         assert reused(model, cache) == WHOLE
+
+
+def _halved(method):
+    return lambda self, query, *rest, **options: method(self, query * 0.5, *rest, **options)
+
+
+def test_a_method_other_than_forward_is_noticed_on_the_class_and_on_an_instance(monkeypatch):
+    kind = modeling_gpt_neo.GPTNeoSelfAttention
+    model, cache = _gpt_neo(), SuffixCache(fidelity="exact")
+    attention = model.transformer.h[1].attn.attention
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    for target, replacement in (
+        (kind, _halved(kind._attn)),
+        (attention, types.MethodType(_halved(kind._attn), attention)),
+        (attention, functools.partial(_halved(kind._attn), attention)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(target, "_attn", replacement)
+            is_noticed(model, cache)
+        # monkeypatch leaves the class's own method on the instance: no other one than it would find without
+        assert reused(model, cache) == WHOLE
+
+
+def _gpt_neo():
+    torch.manual_seed(0)
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        intermediate_size=96,
+        attention_types=[[["global"], 2]],
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return transformers.GPTNeoForCausalLM(config).eval()
+
+
+class _Base(torch.nn.Module):
+    factor = 2.0
+
+    def forward(self, hidden):
+        return self.scale(hidden) * self.own + self.shift(hidden) + self.offset()
+
+    def scale(self, hidden):
+        return hidden * self.factor
+
+    @property
+    def own(self):
+        return 1.0
+
+    @staticmethod
+    def shift(hidden):
+        return hidden
+
+    @classmethod
+    def offset(cls):
+        return 0.0
+
+
+class _Derived(_Base):
+    pass
+
+
+PARTS = {
+    "method": ("scale", lambda self, hidden: hidden),
+    "property": ("own", property(lambda self: 5.0)),
+    "static method": ("shift", staticmethod(lambda hidden: hidden * 2)),
+    "class method": ("offset", classmethod(lambda cls: 1.0)),
+    "plain value": ("factor", 3.0),
+}
+
+
+@pytest.mark.parametrize("owner", [_Base, _Derived], ids=["base", "derived"])
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_of_a_class_is_seen(part, owner, monkeypatch):
+    name, value = PARTS[part]
+    model, table = torch.nn.Sequential(_Derived()), IdentityTable(lambda model: "")
+    first, _ = table.get(model, 10)
+    before = model(torch.ones(2))
+    for _ in range(3):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value, raising=False)
+            assert not torch.equal(model(torch.ones(2)), before)  # control
+            assert table.get(model, 10)[0] is not first
+        if owner is _Derived:  # monkeypatch writes what it found in the base class
+            delattr(owner, name) if name in vars(owner) else None
+        assert table.get(model, 10)[0] is first
+
+
+def test_a_plain_value_of_the_source_file_is_seen(monkeypatch):
+    model, table = torch.nn.Sequential(_Derived()), IdentityTable(lambda model: "")
+    first, _ = table.get(model, 10)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "WHOLE", 7)
+        assert table.get(model, 10)[0] is not first
+    assert table.get(model, 10)[0] is first
+
+
+def _checkpointing(model, what):
+    newer = getattr(model, f"activation_checkpointing_{what}", None)
+    (newer or getattr(model, f"gradient_checkpointing_{what}"))()
+
+
+STOCK_CALLS = {
+    "hidden states": lambda model: model(IDS, output_hidden_states=True),
+    "attentions": lambda model: model(IDS, output_attentions=True),
+    "static cache": lambda model: ask(model, PROMPT, cache_implementation="static", disable_compile=True),
+    "beams": lambda model: model.generate(IDS, num_beams=2, max_new_tokens=2),
+    "scores": lambda model: model.generate(
+        IDS, max_new_tokens=2, return_dict_in_generate=True, output_scores=True, output_hidden_states=True
+    ),
+    "compile config": lambda model: model.generate(
+        IDS, max_new_tokens=2, cache_implementation="static", compile_config=CompileConfig(backend="eager")
+    ),
+    "another generation config": lambda model: setattr(
+        model, "generation_config", copy.deepcopy(model.generation_config)
+    ),
+    "checkpointing": lambda model: _checkpointing(model, "enable"),
+    "no checkpointing": lambda model: _checkpointing(model, "disable"),
+    "gradients of inputs": lambda model: model.enable_input_require_grads(),
+    "no gradients of inputs": lambda model: model.disable_input_require_grads(),
+    "no cache": lambda model: setattr(model.config, "use_cache", False),
+    "always hidden states": lambda model: setattr(model.config, "output_hidden_states", True),
+    "another attention and back": lambda model: [model.set_attn_implementation(name) for name in ("eager", "sdpa")],
+    "training and back": lambda model: model.train().eval(),
+    "a backward pass": lambda model: model(IDS, labels=IDS).loss.backward(),
+    "a copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [
+        (kind, which)
+        for kind in ("llama", "gpt2", "gpt_oss")
+        for which in STOCK_CALLS
+        if (kind, which) != ("gpt_oss", "another attention and back")  # it has no sdpa
+    ],
+)
+def test_what_stock_calls_leave_on_a_model_changes_nothing(kind, which):
+    model, cache, table = make_model(kind), SuffixCache(fidelity="exact"), make_table()
+    first, _ = table.get(model, 1000)
+    assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    STOCK_CALLS[which](model)
+    assert table.get(model, 1000) == (first, [])
+    model.config.use_cache, model.config.output_hidden_states = True, False
+    assert reused(model, cache) == WHOLE
+    forget(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -566,8 +829,15 @@ def test_a_model_made_in_inference_mode_has_an_identity():
     first, _ = table.get(model, 1000)
     assert table.get(model, 1000) == (first, [])
     assert (reused(model, cache), reused(model, cache)) == (0, WHOLE)
+    weight = model.model.layers[0].self_attn.k_proj.weight
     with torch.inference_mode():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        weight.mul_(1.5)
+    is_noticed(model, cache)
+    with torch.inference_mode():
+        weight[3, 7] += 5.0
+    stale = ask(model, PROMPT, cache)  # documented: no counter, and no sampled element
+    assert stale.report.exact_tokens == WHOLE and (stale.first - ask(model, PROMPT).first).abs().max() > 1e-2
+    cache.clear()
     is_noticed(model, cache)
 
 

@@ -2,8 +2,11 @@
 
 import collections
 import dataclasses
+import decimal
+import fractions
 import functools
 import hashlib
+import pathlib
 import types
 
 import numpy as np
@@ -15,21 +18,24 @@ from .serials import Serials
 # attention is asked for separately: a pass of ours changes it for a while; and transformers switches the kernel
 # of experts while it decodes
 SWITCHED = {"_attn_implementation_internal", "_experts_implementation_internal"}
-# what a config says of the form of outputs
-OUTPUTS = {"use_cache", "return_dict", "output_hidden_states"}
+# what a config says of the form of outputs, and of where it was saved
+SILENT = {"use_cache", "return_dict", "output_hidden_states"}
+SILENT |= {"architectures", "transformers_version", "_name_or_path", "_commit_hash"}
 SMALL = 64  # elements of a tensor that is kept by value
 LONG = 4096  # characters of a description, beyond which its hash is kept; elements of an array that are read
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
-WRITTEN_OUT = (np.generic, torch.Size, bytes, range, slice, torch.layout, torch.memory_format, type(...))
+WRITTEN_OUT = (np.generic, np.dtype, torch.Size, decimal.Decimal, fractions.Fraction, pathlib.PurePath)
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+HEAP_TYPE = 1 << 9  # CPython's flag of classes that Python code defines
 
 
 class Contents:
     """
     Describes what attributes hold. Plain values, numpy's numbers and arrays, configs and dataclasses are taken by
     content, to any depth of lists and dicts; tensors among them join the model's; anything else gets a number for as
-    long as it lives, so that it is seen when it is replaced.
+    long as it lives, so that it is seen when it is replaced. An object of a class with `__slots__` and without
+    `__weakref__` never equals itself: its rows are not reused.
 
     Args:
         serials (`Serials`): Numbers of objects.
@@ -65,7 +71,14 @@ class Contents:
             return self._within(value, self._container)
         if _has_fields(kind, value):
             return self._within(value, self._fields)
-        return self._number(value)
+        text = _written_out(kind, value)
+        return self._number(value) if text is None else (kind.__name__, text)
+
+    def of_config(self, config):
+        """A config, also one of a class that is not transformers' own."""
+        if isinstance(config, CONTAINERS) or not hasattr(config, "__dict__"):
+            return self.of(config)
+        return self._within(config, self._fields)
 
     def _number(self, value) -> int:
         number = self._serials.of(value)
@@ -115,14 +128,27 @@ class Contents:
 
     def _fields(self, value) -> tuple:
         """A config, a dataclass or a namespace; raises no error for one that another thread changes."""
+        if hasattr(value, "__dict__"):
+            fields = list(vars(value).items())
+        else:  # a dataclass with slots
+            fields = [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
         return type(value).__qualname__, *[
             (name, each if type(each) in PLAIN else self.of(each))
-            for name, each in list(vars(value).items())
-            if name not in SWITCHED and name not in OUTPUTS
+            for name, each in fields
+            if name not in SWITCHED and name not in SILENT
         ]
 
 
 def _has_fields(kind: type, value) -> bool:
     """Whether an object is nothing but its fields: transformers' configs, dataclasses and namespaces."""
-    plain = dataclasses.is_dataclass(kind) or issubclass(kind, types.SimpleNamespace) or hasattr(kind, "model_type")
-    return plain and isinstance(getattr(value, "__dict__", None), dict)
+    if dataclasses.is_dataclass(kind):
+        return True
+    return (issubclass(kind, types.SimpleNamespace) or hasattr(kind, "model_type")) and hasattr(value, "__dict__")
+
+
+def _written_out(kind: type, value) -> str | None:
+    """What Python's and torch's own values say of themselves if they can't be referred to weakly, and say all."""
+    if kind.__weakrefoffset__ or kind.__flags__ & HEAP_TYPE:
+        return None
+    text = repr(value)
+    return None if " at 0x" in text or "vectorized" in text or kind is object else text  # `np.frompyfunc`

@@ -134,7 +134,7 @@ class Scan:
         except KeyError:
             raise Stale from None
         for config in {id(own["config"]): own["config"] for own in owned if "config" in own}.values():
-            reading.values.append(contents.of(config))
+            reading.values.append(contents.of_config(config))
         self._read_code(modules, owned, contents, reading)
         reading.tensors = tensors = [tensor for tensor in reading.tensors if tensor is not None]
         if not {torch.Tensor, torch.nn.Parameter}.issuperset(map(type, tensors)):
@@ -182,7 +182,7 @@ class Scan:
         """Find out which of a module's attributes to read how."""
         special = self._special.get(index)
         plain = []
-        for name, value in sorted(module.__dict__.items()):
+        for name, value in sorted(list(module.__dict__.items())):
             if name in KEEPING or name in APART or (special is not None and special.recomputes(name)):
                 continue
             kind = type(value)
