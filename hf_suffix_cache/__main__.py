@@ -30,19 +30,28 @@ def info() -> int:
 
 
 def check_model(name: str) -> int:
-    """Measure a model and print what was found; 1 if its rows can't be moved."""
+    """Measure a model and print what was found; 1 if its rows can't be moved, 2 if it can't be loaded or measured."""
     from transformers import AutoModelForCausalLM
 
     from .measurement import measure
 
+    try:  # whatever is wrong with a folder, its files or the packages that it needs: this is not our code's fault
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False).eval()
+    except Exception as error:
+        return failed(f"{name} could not be loaded as a causal language model", error)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name).eval()
-    except (OSError, ValueError) as error:
-        print(f"{name} could not be loaded as a causal language model: {error}", file=sys.stderr)
-        return 2
-    capability = measure(model)
+        capability = measure(model)
+    except Exception as error:
+        return failed(f"{name} could not be measured", error)
     print(f"{type(model).__name__}: {capability}")
     return 0 if capability.kind == "shift" else 1
+
+
+def failed(what: str, error: Exception) -> int:
+    """Say in one line on stderr what failed, and return the exit status for it."""
+    words = " ".join(str(error).split())
+    print(f"hf-suffix-cache: {what}: {type(error).__name__}{': ' if words else ''}{words}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
