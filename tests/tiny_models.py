@@ -4,6 +4,8 @@ With the default `initializer_range` a random model hardly uses its context, so 
 last logits depend on the whole prompt (`test_oracles.py` begins with that control).
 """
 
+import weakref
+
 import numpy as np
 import torch
 import transformers
@@ -207,6 +209,9 @@ _ENCODER_DECODER = {
 }
 CONFIGS = {**SUPPORTED, **_REGIMES, **PREFIX, **UNSUPPORTED, **_ENCODER_DECODER}
 
+_baselines = weakref.WeakKeyDictionary()
+# kept beside the models: what is among a model's attributes is part of its identity
+transformers.PreTrainedModel.baseline = property(_baselines.__getitem__, _baselines.__setitem__)
 _made: list[torch.nn.Module] = []  # held until the test that made them has been checked
 
 
