@@ -300,6 +300,7 @@ class View(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens (rejected drafts); 0 does nothing."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 counts in a tensor
         if tokens_to_remove > 0:
             raise ValueError(f"`tokens_to_remove` must be 0 or negative, got {tokens_to_remove}.")
         super().crop(tokens_to_remove)

@@ -10,6 +10,7 @@ import hf_suffix_cache
 from hf_suffix_cache import SuffixCache, UnsupportedModelError, diagnose, uninstall
 from reference import (
     ask,
+    cache_name,
     check_pool,
     forgets_everything,
     same_as_vanilla,
@@ -237,6 +238,7 @@ def test_generate_after_uninstall_takes_the_cache_for_an_ordinary_one():
         for prompt in (PROMPT, PROMPT[:20], PROMPT + new_text(9, 1), PROMPT):
             ids = torch.tensor([prompt])
             options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False)
-            assert torch.equal(model.generate(ids, cache=cache, **options), model.generate(ids, **options))
+            got = model.generate(ids, **{cache_name(model): cache}, **options)
+            assert torch.equal(got, model.generate(ids, **options))
     finally:
         SuffixCache()  # installs the wrapper again
