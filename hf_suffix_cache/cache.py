@@ -30,6 +30,9 @@ from .view import View
 logger = logging.getLogger("hf_suffix_cache")
 
 NUM_REPORTS = 256
+PER_CALL = (  # settings that a handle may have of its own
+    "fidelity max_kl workload repair repair_fraction seam_tokens tail_tokens min_match_tokens heal_rows store".split()
+)
 _said: set[str] = set()  # hints that this process has given
 _shared_lock = threading.Lock()
 _shared: list["SuffixCache"] = []
@@ -102,9 +105,15 @@ class SuffixCache(Cache):
                 )
             return cache
 
-    def using(self, *, fidelity: str | None = None, repair=None) -> "SuffixCache":
-        """A handle on the same store with other settings and its own `last_report`."""
-        changes = {name: value for name, value in (("fidelity", fidelity), ("repair", repair)) if value is not None}
+    def using(self, **changes) -> "SuffixCache":
+        """
+        A handle on the same store with other settings and its own `last_report`. Takes `fidelity`, `max_kl`,
+        `workload`, `repair`, `repair_fraction`, `seam_tokens`, `tail_tokens`, `min_match_tokens`, `heal_rows` and
+        `store`; the other settings belong to the store.
+        """
+        unknown = sorted(set(changes) - set(PER_CALL))
+        if unknown:
+            raise TypeError(f"`using` takes {', '.join(PER_CALL)}, got {unknown}.")
         handle = object.__new__(type(self))
         handle._start(self._owned, self.config.replace(**changes))
         return handle

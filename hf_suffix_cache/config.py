@@ -26,8 +26,13 @@ class SuffixCacheConfig:
         fidelity (`str`, *optional*, defaults to `"balanced"`):
             `"exact"` never serves an approximate row; `"balanced"` moves stored rows and recomputes the ones the
             question leans on; `"fast"` moves stored rows and recomputes the first ones of each run.
+        max_kl (`float`, *optional*):
+            Bound on KL(full prefill || with reuse) of the first new token, nats, temperature 1. Repair escalates until
+            the calibrated rule says that it holds; overrides `repair` and `repair_fraction`. `"exact"` stays exact.
+        workload (`str`, *optional*):
+            Label of the calibration that `max_kl` goes by; `None`: all calibrated prompts together.
         repair (object with a `select` method, *optional*):
-            A repair policy (see `repair.py`) that overrides the preset of `fidelity`.
+            A repair policy (see `repair/`) that overrides the preset of `fidelity`.
         repair_fraction (`float`, *optional*, defaults to 0.15):
             Share of the shifted rows that `"balanced"` recomputes, seam rows included; `"fast"` takes half of it.
         seam_tokens (`int`, *optional*, defaults to 4):
@@ -42,6 +47,16 @@ class SuffixCacheConfig:
             Rows in a pool block.
         max_bytes (`int`, *optional*):
             Store budget. `None`: a quarter of the memory free on the model's device at first use.
+        consensus (`bool`, *optional*, defaults to `True`):
+            Keep the running mean of a text's rows from different contexts, to be served where no copy's context fits.
+        audit_rate (`float`, *optional*, defaults to 0.0):
+            Share of approximate requests that are run in full as well, after their answer, to compare.
+        settle (`bool` or `"background"`, *optional*, defaults to `False`):
+            After each approximate answer, recompute its conversation exactly: at once, or in a thread.
+        heal_rows (`int`, *optional*, defaults to 0):
+            Approximate rows that are recomputed along with each decoded token.
+        store (`bool`, *optional*, defaults to `True`):
+            Whether calls are stored; `False` serves them from what is there and leaves nothing behind.
         ttl (`float`, *optional*, defaults to 300.0):
             Seconds that an unused named session's segments live; `None` means for ever.
         namespace (`str`, *optional*, defaults to `""`):
@@ -51,6 +66,8 @@ class SuffixCacheConfig:
     """
 
     fidelity: str = "balanced"
+    max_kl: float | None = None
+    workload: str | None = None
     repair: Any = None
     repair_fraction: float = 0.15
     seam_tokens: int = 4
@@ -59,6 +76,11 @@ class SuffixCacheConfig:
     keep_conversations: int = 4
     block_size: int = 16
     max_bytes: int | None = None
+    consensus: bool = True
+    audit_rate: float = 0.0
+    settle: bool | str = False
+    heal_rows: int = 0
+    store: bool = True
     ttl: float | None = 300.0
     namespace: str = ""
     debug: bool = False
@@ -68,6 +90,14 @@ class SuffixCacheConfig:
             raise ValueError(f"`fidelity` must be one of {FIDELITIES}, got {self.fidelity!r}.")
         if self.repair is not None and not callable(getattr(self.repair, "select", None)):
             raise TypeError(f"`repair` must be None or an object with a `select` method, got {self.repair!r}.")
+        if self.max_kl is not None:
+            _check_number("max_kl", self.max_kl, 0.0, float("inf"))
+        if self.workload is not None and not isinstance(self.workload, str):
+            raise TypeError(f"`workload` must be None or a string, got {self.workload!r}.")
+        _check_number("audit_rate", self.audit_rate, 0.0, 1.0)
+        if self.settle not in (False, True, "background"):
+            raise ValueError(f"`settle` must be False, True or 'background', got {self.settle!r}.")
+        _check_int("heal_rows", self.heal_rows, 0, 1024)
         _check_number("repair_fraction", self.repair_fraction, 0.0, 1.0)
         _check_int("seam_tokens", self.seam_tokens, 0, 64)
         _check_int("tail_tokens", self.tail_tokens, 1, 4096)
@@ -80,8 +110,9 @@ class SuffixCacheConfig:
             _check_number("ttl", self.ttl, 0.0, float("inf"))
         if not isinstance(self.namespace, str):
             raise TypeError(f"`namespace` must be a string, got {self.namespace!r}.")
-        if not isinstance(self.debug, bool):
-            raise TypeError(f"`debug` must be True or False, got {self.debug!r}.")
+        for name in ("consensus", "store", "debug"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
 
     def replace(self, **changes) -> "SuffixCacheConfig":
         """A copy with some fields changed; unknown names raise `TypeError` that lists the legal ones."""
@@ -117,12 +148,12 @@ def check_field_names(names) -> None:
 def _check_int(name: str, value, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"`{name}` must be an integer from {low} to {high}, got {value!r}.")
-    if not low <= value <= high:
+    if not low <= value <= high:  # false for NaN too
         raise ValueError(f"`{name}` must be from {low} to {high}, got {value}.")
 
 
 def _check_number(name: str, value, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"`{name}` must be a number from {low} to {high}, got {value!r}.")
-    if not low <= value <= high:
+    if not low <= value <= high:  # false for NaN too
         raise ValueError(f"`{name}` must be from {low} to {high}, got {value}.")
