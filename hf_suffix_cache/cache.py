@@ -23,7 +23,9 @@ from .regimes import RotaryRegimes
 from .registration import register
 from .report import CacheStats, ReuseReport
 from .request import Request
+from .settling import Settlement, Settler, settle, settle_answer
 from .store.compaction import CompactionResult
+from .store.shelf import Sequence
 from .store.store import Store
 from .view import View
 
@@ -31,8 +33,9 @@ logger = logging.getLogger("hf_suffix_cache")
 
 NUM_REPORTS = 256
 PER_CALL = (  # settings that a handle may have of its own
-    "fidelity max_kl workload repair repair_fraction seam_tokens tail_tokens min_match_tokens heal_rows store".split()
-)
+    "fidelity max_kl workload repair repair_fraction seam_tokens tail_tokens min_match_tokens heal_rows heal_order "
+    "settle store"
+).split()
 _said: set[str] = set()  # hints that this process has given
 _shared_lock = threading.Lock()
 _shared: list["SuffixCache"] = []
@@ -45,6 +48,7 @@ class _Owned:
         self.store = Store(config)
         self.capabilities = CapabilityTable()
         self.identities = IdentityTable(own_implementation)
+        self.settler = Settler()
         self.stats = CacheStats(
             bytes_used=lambda: self.store.bytes_used,
             bytes_total=lambda: self.store.bytes_total,
@@ -108,8 +112,8 @@ class SuffixCache(Cache):
     def using(self, **changes) -> "SuffixCache":
         """
         A handle on the same store with other settings and its own `last_report`. Takes `fidelity`, `max_kl`,
-        `workload`, `repair`, `repair_fraction`, `seam_tokens`, `tail_tokens`, `min_match_tokens`, `heal_rows` and
-        `store`; the other settings belong to the store.
+        `workload`, `repair`, `repair_fraction`, `seam_tokens`, `tail_tokens`, `min_match_tokens`, `heal_rows`,
+        `heal_order`, `settle` and `store`; the other settings belong to the store.
         """
         unknown = sorted(set(changes) - set(PER_CALL))
         if unknown:
@@ -144,6 +148,26 @@ class SuffixCache(Cache):
                 "approximate",
                 'this answer is approximate: it used moved rows. SuffixCache(fidelity="exact") never does that.',
             )
+
+    def answered(self, model: PreTrainedModel, request: Request) -> None:
+        """A `generate` call's answer is out, and reported."""
+        if self.config.settle:
+            settler = self._owned.settler if self.config.settle == "background" else None
+            settle_answer(self, model, request, settler, self._revival())
+
+    def _revival(self) -> Callable[[], "SuffixCache | None"]:
+        """What makes a handle like this one again, without keeping the store alive until then."""
+        kind, owned, config = type(self), weakref.ref(self._owned), self.config.replace(repair=None)
+
+        def revive():
+            alive = owned()
+            if alive is None:
+                return None
+            handle = object.__new__(kind)
+            handle._start(alive, config)
+            return handle
+
+        return revive
 
     # -- what generation asks for -------------------------------------------------------------------------------
 
@@ -264,6 +288,39 @@ class SuffixCache(Cache):
         _check_model(model)
         identity = self._identity(model, 0)
         return self._owned.capabilities.get(model, (identity.settings, identity.digest))[0]
+
+    def settle(self, model: PreTrainedModel) -> Settlement:
+        """
+        Recompute the newest conversation that is not exact, its generated tokens included, and replace its approximate
+        rows: its next turn is exact then. Runs nothing if everything is exact already. Counted in
+        `stats.settled_rows`, in no report. See `settle=True` and `settle="background"` for doing so after each answer.
+
+        Returns:
+            `Settlement`: Tokens, rows run and seconds. Raises `UnsupportedModelError` if the model can't be settled
+            now, for example because it is in training mode.
+        """
+        _check_model(model)
+        return settle(self, model)
+
+    def settled(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is left to settle in the background; False if `timeout` seconds were not enough."""
+        return self._owned.settler.wait(timeout)
+
+    def approximate_conversations(self, model: PreTrainedModel) -> list[tuple[Sequence, bool]]:
+        """
+        The stored conversations of this scope and of the model as it is now that are not exact, newest first; each
+        with whether its calls bring token types.
+        """
+        identity, scope, store = self._identity(model, 0), self._scope(), self._store
+        with store.lock:
+            found = [
+                (sequence, key[-1])
+                for (owner, key), shelf in store.shelves.items()
+                if owner is identity and key[: len(scope)] == scope
+                for sequence in shelf.sequences
+                if sequence.exact < len(sequence.ids) and not sequence.busy
+            ]
+        return sorted(found, key=lambda each: -each[0].last_used)
 
     # -- managing -----------------------------------------------------------------------------------------------
 

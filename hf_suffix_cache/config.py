@@ -15,6 +15,7 @@ class UnsupportedModelError(ValueError):
 
 
 FIDELITIES = ("exact", "balanced", "fast")
+HEAL_ORDERS = ("left", "attention")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,11 @@ class SuffixCacheConfig:
         settle (`bool` or `"background"`, *optional*, defaults to `False`):
             After each approximate answer, recompute its conversation exactly: at once, or in a thread.
         heal_rows (`int`, *optional*, defaults to 0):
-            Approximate rows that are recomputed along with each decoded token.
+            Rows that are recomputed along with each decoded token behind approximate ones, in the same forward. On a
+            CPU, 8 rows cost 1.45 times a step without.
+        heal_order (`str`, *optional*, defaults to `"left"`):
+            `"left"`: from left to right, so that with 2 rows or more the whole conversation ends exact; `"attention"`:
+            the approximate rows that the newest tokens attend to most come first.
         store (`bool`, *optional*, defaults to `True`):
             Whether calls are stored; `False` serves them from what is there and leaves nothing behind.
         ttl (`float`, *optional*, defaults to 300.0):
@@ -80,6 +85,7 @@ class SuffixCacheConfig:
     audit_rate: float = 0.0
     settle: bool | str = False
     heal_rows: int = 0
+    heal_order: str = "left"
     store: bool = True
     ttl: float | None = 300.0
     namespace: str = ""
@@ -98,6 +104,8 @@ class SuffixCacheConfig:
         if self.settle not in (False, True, "background"):
             raise ValueError(f"`settle` must be False, True or 'background', got {self.settle!r}.")
         _check_int("heal_rows", self.heal_rows, 0, 1024)
+        if self.heal_order not in HEAL_ORDERS:
+            raise ValueError(f"`heal_order` must be one of {HEAL_ORDERS}, got {self.heal_order!r}.")
         _check_number("repair_fraction", self.repair_fraction, 0.0, 1.0)
         _check_int("seam_tokens", self.seam_tokens, 0, 64)
         _check_int("tail_tokens", self.tail_tokens, 1, 4096)

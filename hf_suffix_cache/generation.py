@@ -4,6 +4,7 @@ import functools
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +19,7 @@ from .request import Request, closing
 from .view import View
 
 _lock = threading.RLock()
+_at_uninstall: list[Callable[[], None]] = []
 _originals: dict[str, object] = {}  # what install has wrapped: methods of GenerationMixin by name
 _hooked: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> [count, handles]
 _attached: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> attachments
@@ -47,6 +49,13 @@ def uninstall() -> None:
     with _lock:
         while _originals:
             setattr(GenerationMixin, *_originals.popitem())
+    for stop in _at_uninstall:
+        stop()
+
+
+def at_uninstall(stop: Callable[[], None]) -> None:
+    """Have `uninstall` call this too: it ends what goes on after a call's end."""
+    _at_uninstall.append(stop)
 
 
 def _wrap_prefill(original):
@@ -147,6 +156,7 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
         report = call.plain_report("the model did not use the cache that it was given")
     report.generated_tokens = call.count_generated(output)
     store.record(report)
+    store.answered(model, request)
     return output
 
 
@@ -229,7 +239,7 @@ def _before_forward(model, args: tuple, kwargs: dict):
     request.resume()
     try:
         if request.state == "decoding":
-            request.continued(kwargs)
+            kwargs = request.continued(model, kwargs)
         if request.state == "waiting":
             kwargs = request.prefill(model, kwargs)
     except BaseException:
@@ -245,7 +255,7 @@ def _after_forward(model, args: tuple, kwargs: dict, output):
         return None
     try:
         if request.state == "decoding":
-            request.forwarded()
+            request.forwarded(output is not None)
         elif request.state == "prefill":
             request.prefilled()
     finally:

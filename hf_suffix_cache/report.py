@@ -27,6 +27,7 @@ class ReuseReport:
         computed_rows (`int`): Batch x queries as the first decoder layer saw them before the first new token.
         capability_rows (`int`): Rows run to measure the model at its first use.
         generated_tokens (`int`): Tokens generated.
+        healed_rows (`int`): Rows that were recomputed along with the generated tokens; not among the counts above.
         reason (`str`, *optional*): Why reuse was refused or cut short, one sentence.
         timings (`dict`): Seconds: `lookup`, `plan`, `materialise`, `repair`, `first_token`, `total`.
     """
@@ -40,6 +41,7 @@ class ReuseReport:
     computed_rows: int = 0
     capability_rows: int = 0
     generated_tokens: int = 0
+    healed_rows: int = 0
     spans: tuple[tuple[Span, ...], ...] = field(default=(), repr=False)
     reason: str | None = None
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
@@ -91,7 +93,9 @@ class ReuseReport:
         lines = [f"ReuseReport: {self.prompt_tokens:,} prompt tokens{rows}, {percent(self.hit_rate)} reused"]
         lines += _table(_counts_of(self), self.prompt_tokens)
         measured = f", and {self.capability_rows:,} to measure the model" if self.capability_rows else ""
-        lines += _wrap(f"computed {self.computed_rows:,} rows{measured}; generated {self.generated_tokens:,} tokens")
+        healed = f", healed {self.healed_rows:,} rows" if self.healed_rows else ""
+        generated = f"generated {self.generated_tokens:,} tokens{healed}"
+        lines += _wrap(f"computed {self.computed_rows:,} rows{measured}; {generated}")
         parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.timings.items())
         lines += _wrap(f"seconds: {parts}") if any(self.timings.values()) else []
         lines += _wrap(f"reason: {self.reason}") if self.reason else []
@@ -165,6 +169,8 @@ class CacheStats:
         self.repaired_tokens = 0
         self.new_tokens = 0
         self.computed_rows = 0
+        self.healed_rows = 0
+        self.settled_rows = 0
         self._gauges = (bytes_used, bytes_total, segments, evictions)
         self._lock = lock or threading.Lock()
 
@@ -179,6 +185,12 @@ class CacheStats:
             self.repaired_tokens += report.repaired_tokens
             self.new_tokens += report.new_tokens
             self.computed_rows += report.computed_rows
+            self.healed_rows += report.healed_rows
+
+    def count_settled(self, rows: int) -> None:
+        """Add rows that were run after an answer, to replace approximate ones."""
+        with self._lock:
+            self.settled_rows += rows
 
     @property
     def hit_rate(self) -> float:

@@ -10,10 +10,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import numpy as np
 import torch
 
+from .healing import Healer, obstacle
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .passes import Passes
-from .prompt import PlannedRow
+from .prompt import CARRIED, PlannedRow
 from .report import ReuseReport
+from .store.shelf import Sequence
 from .store.store import Draft
 from .view import View
 
@@ -93,6 +95,7 @@ class Request:
         self.keep_last = keep_last
         self.store_answer = store_answer
         self.rows: list[PlannedRow] = []
+        self.stored: list[Sequence] = []  # what the store keeps of it
         self.state = "waiting"
         self.report = ReuseReport(capability_rows=capability_rows)
         self.started = time.perf_counter()
@@ -101,6 +104,8 @@ class Request:
         self._resumed = False
         self._all_logits = False
         self._adopted = None
+        self._heals = config.heal_rows > 0  # until it is clear whether this call can
+        self._healer: Healer | None = None
         self.batch: PromptBatch | None = None
         view.request = self
 
@@ -166,19 +171,51 @@ class Request:
             self.state = "decoding"
             self.report.timings["first_token"] = time.perf_counter() - self.started
 
-    def continued(self, kwargs: dict) -> None:
+    def continued(self, model, kwargs: dict) -> dict:
         """
-        Called before every later forward: what it computes is stored only if nothing but the tokens is new. Token
-        types must be the prompt's; where code of the caller's runs in between, the model must be in the same state.
+        Called before every later forward; returns its arguments. What it computes is stored only if nothing but the
+        tokens is new. Token types must be the prompt's; where code of the caller's runs in between, the model must be
+        in the same state. Only such a forward may heal rows.
         """
         self._before = self.view.get_seq_length()
         types = kwargs.get("token_type_ids")
         other_types = (types is not None) != self.with_types or (types is not None and bool((types != 0).any()))
         if other_types or (self.watch and not self.same_model()):
             self._store_up_to(self._before)
+        if self._heals and self._healer is None:
+            self._begin_healing(model, kwargs)
+        if self._healer is None:
+            return kwargs
+        if self.storable is not None:
+            self._healer.stop()
+        return self._healer.prepare(model, kwargs, self._passes)
 
-    def forwarded(self) -> None:
-        """Called after every later forward: rows that were computed by other frequencies belong to another shelf."""
+    def _begin_healing(self, model, kwargs: dict) -> None:
+        """At the first later forward: a healer if there is something to heal, or the reason why not."""
+        self._heals = False
+        if self.batch is None or all(row.exact == len(row.ids) for row in self.rows):
+            return
+        drafts = kwargs["input_ids"].shape[1] > 1
+        reason = obstacle(model, self.batch.rows, self.chunk, drafts, self.capability)
+        if reason is not None:
+            before = f"{self.report.reason}; " if self.report.reason else ""
+            self.report.reason = f"{before}nothing was healed: {reason}"
+            return
+        rows = min(self.config.heal_rows, self.chunk - 1) if self.chunk else self.config.heal_rows
+        self._healer = Healer(self.view, self.rows[0], self.capability, rows, self.config.heal_order)
+
+    def forwarded(self, whole: bool) -> None:
+        """
+        Called after every later forward, with whether it came to its end (`whole`): rows that were computed by other
+        frequencies belong to another shelf, half-computed ones to none.
+        """
+        if self._healer is not None:
+            self._passes.close()
+            if whole:
+                self._healer.forwarded()
+                self.report.healed_rows = self._healer.num_healed
+        if not whole:
+            self.view.altered = True
         if self.regime is not None and self.regimes.current() != self.regime:
             self._store_up_to(self._before)
 
@@ -249,7 +286,9 @@ class Request:
             sequence = row.prefix_sequence
             whole = sequence is not None and row.prefix_length == len(sequence.ids)
             columns, rows = self.batch.columns + room, self.batch.rows
-            if whole and rows == 1 and row.pad == 0 and self.adopt:
+            # what is healed must not be memory of a conversation that is stored as it is
+            healed_in_place = self._heals and bool((row.kinds == CARRIED).any())
+            if whole and rows == 1 and row.pad == 0 and self.adopt and not healed_in_place:
                 extent = store.adopt(view.shelf, sequence, columns)
                 self._adopted = sequence if extent is not None else None
                 in_place = row.prefix_length if extent is not None else 0
@@ -304,7 +343,7 @@ class Request:
         with view.store.lock:
             self._give_back()
             try:
-                if self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
+                if self.config.store and self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
                     self._commit(tokens, handed_out)
             except Exception:  # the answer is there and right: a fault in storing must not take it from the caller
                 logger.warning("storing failed: the rows of this model are forgotten", exc_info=True)
@@ -318,7 +357,8 @@ class Request:
         for number in range(len(tokens)):
             if self.store_answer or number % self.batch.group == 0:
                 draft = self._draft(number, tokens[number])
-                self.view.store.commit(self.view.shelf, draft, frequencies, handed_out)
+                sequence = self.view.store.commit(self.view.shelf, draft, frequencies, handed_out)
+                self.stored += [sequence] if sequence is not None else []
 
     def abort(self) -> None:
         """The call failed: nothing is stored, everything is let go."""
@@ -344,6 +384,13 @@ class Request:
         row = self.rows[number // self.batch.group]
         stop = self._end(tokens) if self.store_answer else min(self.batch.prompt_columns, len(tokens))
         ids = tokens[row.pad : stop].astype(np.int64)
+        exact = row.exact
+        if self._healer is not None:
+            exact = self._healer.exact - row.pad
+            row.mark_recomputed(self._healer.healed)
+        elif exact == len(row.ids):
+            exact = len(ids)
+        exact = min(exact, len(ids))
         recipe = row.recipe()
         extra = len(ids) - len(recipe)
         if extra > 0:
@@ -351,7 +398,6 @@ class Request:
             which = np.concatenate([recipe.which, np.full(extra, -1, dtype=np.int32)])
             recipe.which, recipe.offset = which, np.concatenate([recipe.offset, zeros])
             recipe.shift = np.concatenate([recipe.shift, zeros])
-        exact = len(ids) if row.exact == len(row.ids) else row.exact
         hops = 0 if exact == len(ids) else row.hops
         return Draft(ids, len(row.ids), recipe, exact, hops, self.view.extent, number, row.pad)
 

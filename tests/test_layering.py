@@ -32,6 +32,8 @@ PART_OF = {
     "capabilities": "measurement",
     "calls": "generation",
     "comparison": "cache",
+    "healing": "passes",
+    "settling": "cache",
     "registration": "cache",
     "diagnosis": "cache",
 }

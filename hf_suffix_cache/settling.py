@@ -1,0 +1,195 @@
+"""After the answer: approximate conversations are run again exactly, at once or in the background."""
+
+import atexit
+import inspect
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .capability import cache_argument, input_device
+from .config import UnsupportedModelError
+from .generation import at_uninstall, hooked
+from .inputs import Refused
+from .request import closing
+
+logger = logging.getLogger("hf_suffix_cache")
+
+MAX_WAITING = 64  # conversations that wait to be settled in the background; the oldest ones give way
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """
+    What settling did.
+
+    Args:
+        tokens (`int`): Tokens of the conversation that is exact now; 0 if none had to be settled.
+        rows (`int`): Rows that were run: those behind what was exact already.
+        seconds (`float`): What it took.
+    """
+
+    tokens: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+
+
+# -- running text exactly -------------------------------------------------------------------------------------------
+
+
+def exact_rerun(handle, model, ids, store: bool = True, with_types: bool = False) -> torch.Tensor:
+    """
+    Run one sequence exactly: exact rows of the store are reused, and what is computed is stored as exact (`store`)
+    and replaces approximate rows of the same conversation. It is no call of the caller's: reports don't know of it,
+    no random number is drawn, and its rows are counted in `stats.settled_rows`.
+
+    Args:
+        handle (`SuffixCache`): Whose scope it is run in.
+        model (`PreTrainedModel`): In eval mode.
+        ids (sequence of `int`, `[tokens]`): The text.
+        store (`bool`, *optional*, defaults to `True`): Whether to store it.
+        with_types (`bool`, *optional*, defaults to `False`): Whether its calls bring token types (all 0).
+
+    Returns:
+        `torch.Tensor`: Logits of the last token, `[vocab]`, fp32 on the CPU. Raises `Refused` if reuse can't serve the
+        model now.
+    """
+    ids = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1).to(input_device(model))
+    exact = handle.using(fidelity="exact", store=store)
+    request = exact.open_view(model, batch=1, caller_rows=1, prompt_columns=ids.shape[1], new_tokens=1, keep_last=1)
+    inputs = {"input_ids": ids, "use_cache": True, cache_argument(model): request.view}
+    if request.capability.takes_mask:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    if with_types:
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        inputs["logits_to_keep"] = 1
+    with torch.no_grad(), hooked(model), request.as_found(), closing(request):
+        logits = model(**inputs).logits[0, -1].float().cpu()
+        request.finish()
+    handle.stats.count_settled(request.report.computed_rows)
+    return logits
+
+
+def settle(handle, model) -> Settlement:
+    """See `SuffixCache.settle`."""
+    found = next(iter(handle.approximate_conversations(model)), None)
+    if found is None:
+        return Settlement()
+    try:
+        return _settle(handle, model, *found)
+    except Refused as refusal:
+        raise UnsupportedModelError(f"this {type(model).__name__} can't be settled now: {refusal}.") from refusal
+
+
+def settle_answer(handle, model, request, settler: "Settler | None", revive: Callable) -> None:
+    """
+    Settle what a call has stored, newest row first: at once, or by a `settler` in the background. The answer is out,
+    so a fault is logged and not raised.
+
+    `revive` gives the handle again, or None once its store is gone.
+    """
+    approximate = [sequence for sequence in reversed(request.stored) if sequence.exact < len(sequence.ids)]
+    # forwards of these can't run side by side with what the caller runs meanwhile
+    alone = request.capability.length_dependent or any(hasattr(module, "_hf_hook") for module in model.modules())
+    for sequence in approximate:
+        if settler is not None and not alone:
+            settler.put(_Job(revive, weakref.ref(model), weakref.ref(sequence), request.with_types))
+            continue
+        try:
+            _settle(handle, model, sequence, request.with_types)
+        except Exception:
+            logger.warning("settling failed, the conversation stays approximate", exc_info=True)
+
+
+def _settle(handle, model, sequence, with_types: bool) -> Settlement:
+    before, started = handle.stats.settled_rows, time.perf_counter()
+    exact_rerun(handle, model, sequence.ids, with_types=with_types)
+    return Settlement(len(sequence.ids), handle.stats.settled_rows - before, time.perf_counter() - started)
+
+
+# -- in the background ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A conversation to settle, which keeps neither it nor store nor model alive."""
+
+    revive: Callable
+    model: weakref.ref
+    sequence: weakref.ref
+    with_types: bool
+
+    def run(self) -> None:
+        """Settle it, if it is all still there and not settled or continued meanwhile."""
+        handle, model, sequence = self.revive(), self.model(), self.sequence()
+        if handle is None or model is None or sequence is None:
+            return
+        if (sequence, self.with_types) in handle.approximate_conversations(model):
+            try:
+                _settle(handle, model, sequence, self.with_types)
+            except Refused:
+                logger.debug("not settled", exc_info=True)
+
+
+class Settler:
+    """
+    Settles in a daemon thread of its own, the newest conversation first. The thread lives while there is work.
+    """
+
+    def __init__(self):
+        self._changed = threading.Condition()
+        self._jobs: list[_Job] = []
+        self._thread: threading.Thread | None = None
+        _settlers.add(self)
+
+    def put(self, job: _Job) -> None:
+        """Settle another conversation, before those that wait already."""
+        with self._changed:
+            self._jobs = [*self._jobs, job][-MAX_WAITING:]
+            if not self._works():
+                self._thread = threading.Thread(target=self._work, name="hf_suffix_cache settling", daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is left to do; False if that took longer than `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._works(), timeout)
+
+    def stop(self) -> None:
+        """Drop what waits, and let the running job come to its end."""
+        with self._changed:
+            self._jobs = []
+        self.wait()
+
+    def _works(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()  # in a forked process it is not
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.pop()
+            try:
+                job.run()
+            except Exception:
+                logger.warning("settling failed, the conversation stays approximate", exc_info=True)
+
+
+_settlers: "weakref.WeakSet[Settler]" = weakref.WeakSet()
+
+
+def _stop_all() -> None:
+    for settler in list(_settlers):
+        settler.stop()
+
+
+at_uninstall(_stop_all)
+atexit.register(_stop_all)
