@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_suffix_cache.store.index import LEFT_TOKENS, Run
+from hf_suffix_cache.store.segments import ALONE_TOKENS, MAX_HOPS
 
 KINDS = ("exact", "carried", "shifted", "repaired", "new")
 APPROXIMATE = ("carried", "shifted")
+
+_START_STEP = 16  # equal leading tokens count in steps of so many
 
 
 @dataclass(frozen=True)
@@ -170,62 +173,88 @@ def plan_prompt(
         spans.append(Span(cursor, carried, "carried", prefix.shift))
         cursor = carried
     if cursor < approximate_limit:
-        spans += _cover(runs, cursor, approximate_limit, min_match, max(min_match, seam_tokens + 1))
+        spans += _cover(runs, cursor, approximate_limit, min_match, seam_tokens)
     return Plan(ids_length, _fill(_merge(spans), ids_length))
 
 
-def _cover(runs: Sequence[Run], first: int, limit: int, min_match: int, min_seamed: int) -> list[PlanSpan]:
+def _cover(runs: Sequence[Run], first: int, limit: int, min_match: int, seam_tokens: int) -> list[PlanSpan]:
     """
     Sweep `[first, limit)` and cut pieces from the best run at each place.
 
     A run changes from seamed to seamless once, where 16 of its own tokens (or left neighbours) agree, and among the
     runs of one of the two sorts the order never changes as the sweep goes on: two heaps hold them, best first, and
     what falls out of one stays out. Each run is pushed twice at most, so the time is that of sorting.
+
+    Copies of one text rarely begin at one place: a full stop or a line break in common makes the worse one longer. So
+    at a seam the runs that begin within the next `seam_tokens` compete too. What is left out for a better one would
+    have been seam rows, which run anyway.
     """
     waiting = sorted((run for run in runs if run.stop > first and run.start < limit), key=lambda run: run.start)
     turning: list[tuple] = []  # (where it becomes seamless, order of arrival, run)
     seamed: list[tuple] = []
     seamless: list[tuple] = []
     spans: list[PlanSpan] = []
-    cursor, arrived = first, 0
+    cursor, arrived, following = first, 0, 0
     while cursor < limit:
-        while arrived < len(waiting) and waiting[arrived].start <= cursor:
+        # nothing stands left of position 0: no seam, no seam rows
+        least, ahead = (max(min_match, seam_tokens + 1), seam_tokens) if cursor else (min_match, 0)
+        while arrived < len(waiting) and waiting[arrived].start <= cursor + ahead:
             run = waiting[arrived]
             heapq.heappush(seamed, (_rank(run, limit), arrived, run))
             heapq.heappush(turning, (run.start + LEFT_TOKENS - run.left_match, arrived, run))
             arrived += 1
         while turning and turning[0][0] <= cursor:
             _, order, run = heapq.heappop(turning)
-            heapq.heappush(seamless, (_rank(run, limit, seamless=True), order, run))
+            heapq.heappush(seamless, (_rank(run, limit), order, run))
         while seamless and seamless[0][2].stop <= cursor:
             heapq.heappop(seamless)
-        least = min_seamed if cursor else min_match  # nothing stands left of position 0: no seam, no seam rows
-        while seamed and min(seamed[0][2].stop, limit) - cursor < least:
+        while seamed and min(seamed[0][2].stop, limit) - max(cursor, seamed[0][2].start) < least:
             heapq.heappop(seamed)
         best = seamless or seamed
         if best:
-            spans.append(_cut(best[0][2], cursor, limit, seam=cursor > 0 and best is seamed))
+            run = best[0][2]
+            start = max(cursor, run.start)
+            seam = start > 0 and best is seamed and run.left_match + start - run.start < LEFT_TOKENS
+            spans.append(_cut(run, start, limit, seam))
             cursor = spans[-1].stop
-        elif arrived < len(waiting):
-            cursor = waiting[arrived].start
         else:
-            break
+            while following < len(waiting) and waiting[following].start <= cursor:
+                following += 1
+            cursor = waiting[following].start if following < len(waiting) else limit
     return spans
 
 
-def _rank(run: Run, limit: int, seamless: bool = False) -> tuple:
-    """Sort key, best first: hops, reach, agreement on the left, same start, longer context, older segment."""
-    agreement = LEFT_TOKENS if seamless else run.left_match - run.start  # plus the cursor, the same for all
+def _rank(run: Run, limit: int) -> tuple:
+    """
+    Sort key, best first: what stood alone comes last; copies whose left neighbours agree come before means, means
+    before other copies.
+
+    A few agreeing tokens are a full stop and a line break, a few at the start a chat template: both count in steps.
+    Fewer hops are no better as a source (DESIGN.md, section 6), but keep what is computed behind them movable for
+    longer; so a source of the last generation, behind which nothing can be moved any more, comes late.
+    """
+    mean = run.segment.mean is not None
+    agreement = run.left_match - run.start  # plus the cursor, the same for all
     return (
-        run.hops,
+        _alone(run),
+        1 if mean else 0 if run.left_match == LEFT_TOKENS else 2,
+        run.hops >= MAX_HOPS,
+        -(run.left_match // (LEFT_TOKENS // 2)),
+        -(run.same_start // _START_STEP),
         -min(run.stop, limit),
         -agreement,
         -run.same_start,
+        run.hops,
         -run.left_total,
         run.segment.segment_id,
         run.start,
         run.offset,
     )
+
+
+def _alone(run: Run) -> bool:
+    """Whether these rows saw next to nothing when they were computed, and would now stand behind something."""
+    return run.left_total < ALONE_TOKENS and run.left_match < LEFT_TOKENS and run.shift != 0
 
 
 def _cut(run: Run, start: int, limit: int, seam: bool) -> PlanSpan:

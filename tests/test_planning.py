@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 
 from hf_suffix_cache.planning import Plan, PlanSpan, Prefix, Span, plan_prompt
 from hf_suffix_cache.store.index import Run, WindowIndex
-from hf_suffix_cache.store.segments import Segment
+from hf_suffix_cache.store.segments import ALONE_TOKENS, Mean, Segment
 
 SETTINGS = {"tail_tokens": 32, "keep_last": 1, "min_match": 16, "seam_tokens": 4, "fidelity": "balanced"}
 
 
-def make_segment(length=400, context_length=0):
+def make_segment(length=400, context_length=0, mean=None):
     ids = np.zeros(length, dtype=np.int64)
     positions = np.arange(context_length, context_length + length)
-    return Segment(ids, positions, np.zeros(context_length + length, dtype=np.int64), np.arange(length))
+    context = np.zeros(context_length + length, dtype=np.int64)
+    return Segment(ids, positions, context, np.arange(length), mean=mean)
 
 
-def make_run(start, stop, segment=None, offset=0, *, hops=0, left_match=0, same_start=0, left_total=0, shift=7):
+def make_run(start, stop, segment=None, offset=0, *, hops=0, left_match=0, same_start=0, left_total=99, shift=7):
     return Run(start, stop, segment or make_segment(), offset, shift, hops, left_match, left_total, same_start)
 
 
@@ -32,26 +33,35 @@ def kinds(plan):
     return [(span.start, span.stop, span.kind) for span in plan.spans]
 
 
+def slow_rank(run, stop):
+    """What makes a source better than another, in words: False and small numbers first."""
+    moved_from_the_start = run.shift != 0 and run.left_total < ALONE_TOKENS and run.left_match < 16
+    agrees, mean = run.left_match == 16, run.segment.mean is not None
+    kind = ["agreeing copy", "mean", "other copy"].index(
+        "mean" if mean else "agreeing copy" if agrees else "other copy"
+    )
+    quality = (-(run.left_match >= 8), -(run.same_start // 16), -stop, run.start - run.left_match, -run.same_start)
+    age = (run.segment.segment_id, run.start, run.offset)
+    return (moved_from_the_start, kind, run.hops == 3, not agrees, *quality, run.hops, -run.left_total, *age)
+
+
 def slow_pieces(runs, first, limit, min_match, seam_tokens):
     """The rules of the sweep, read aloud: (start, stop, run, seam) pieces before merging."""
     pieces, cursor = [], first
     while cursor < limit:
-        candidates = []
+        continuing, others = [], []
         for run in runs:
             stop = min(run.stop, limit)
-            if not run.start <= cursor < stop:
-                continue
-            agreement = min(16, cursor - run.start + run.left_match)
-            continues = agreement == 16
-            seam = cursor > 0 and not continues
-            if not continues and stop - cursor < max(min_match, seam_tokens + 1 if seam else 0):
-                continue
-            age = (run.segment.segment_id, run.start, run.offset)
-            key = (seam, run.hops, -stop, -agreement, -run.same_start, -run.left_total, *age)
-            candidates.append((key, stop, run, seam))
+            if run.start <= cursor < stop and cursor - run.start + run.left_match >= 16:
+                continuing.append((slow_rank(run, stop), cursor, stop, run))
+            start = max(run.start, cursor)
+            if run.start <= cursor + (seam_tokens if cursor else 0):
+                if stop - start >= max(min_match, seam_tokens + 1 if cursor else 0):
+                    others.append((slow_rank(run, stop), start, stop, run))
+        candidates = continuing or others
         if candidates:
-            _, stop, run, seam = min(candidates, key=lambda candidate: candidate[0])
-            pieces.append((cursor, stop, run, seam))
+            _, start, stop, run = min(candidates, key=lambda candidate: candidate[0])
+            pieces.append((start, stop, run, start > 0 and start - run.start + run.left_match < 16))
             cursor = stop
         else:
             cursor = min((run.start for run in runs if run.start > cursor), default=limit)
@@ -60,10 +70,10 @@ def slow_pieces(runs, first, limit, min_match, seam_tokens):
 
 @st.composite
 def run_lists(draw):
-    segments = [make_segment() for _ in range(3)]
+    segments = [make_segment() for _ in range(3)] + [make_segment(mean=Mean({}, 0))]
     runs = []
     for _ in range(draw(st.integers(0, 12))):
-        start = draw(st.one_of(st.just(0), st.integers(0, 90)))
+        start = draw(st.one_of(st.just(0), st.integers(40, 48), st.integers(0, 90)))
         stops = st.one_of(st.integers(start + 8, start + 60), st.sampled_from([100, 120]))  # ties matter
         runs.append(
             make_run(
@@ -71,10 +81,10 @@ def run_lists(draw):
                 draw(stops),
                 draw(st.sampled_from(segments)),
                 draw(st.integers(0, 5)),
-                hops=draw(st.integers(0, 2)),
+                hops=draw(st.sampled_from([0, 1, 3])),
                 left_match=min(start, draw(st.sampled_from([0, 3, 12, 16]))),
-                same_start=draw(st.integers(0, 2)),
-                left_total=draw(st.integers(0, 2)),
+                same_start=draw(st.sampled_from([0, 1, 20])),
+                left_total=draw(st.sampled_from([0, 39, 40, 41])),
                 shift=draw(st.integers(0, 1)),
             )
         )
@@ -167,15 +177,26 @@ def test_plan_prompt_run_left_of_prefix_end_is_cut_there():
     assert plan(200, [make_run(10, 30)], Prefix(20, 20)).shifted == []  # a seam: short is not
 
 
+MEAN = make_segment(mean=Mean({}, 0))
+
+
 @pytest.mark.parametrize(
     ("better", "worse"),
     [
         ({"left_match": 16, "hops": 3}, {"stop": 150, "left_match": 15}),
-        ({"hops": 0}, {"hops": 1, "stop": 150}),
-        ({"stop": 101}, {"left_match": 15, "same_start": 64, "left_total": 500}),
-        ({"left_match": 4}, {"left_match": 3, "same_start": 64, "left_total": 500}),
-        ({"same_start": 5}, {"same_start": 4, "left_total": 500}),
-        ({"left_total": 5}, {"left_total": 4}),
+        ({"left_match": 16, "hops": 2, "left_total": 16}, {"stop": 150, "same_start": 64, "segment": MEAN}),
+        ({"segment": MEAN}, {"stop": 150, "left_match": 15, "same_start": 64}),
+        ({"left_total": ALONE_TOKENS}, {"left_total": ALONE_TOKENS - 1, "stop": 150, "same_start": 64}),
+        ({"left_total": 0, "shift": 0}, {"left_total": 39}),  # nothing stood there either
+        ({"left_match": 15, "left_total": 90}, {"left_match": 15, "left_total": 15}),
+        ({"hops": 2}, {"hops": 3, "stop": 150, "left_match": 15, "same_start": 64}),
+        ({"left_match": 8, "hops": 2}, {"left_match": 7, "stop": 150, "same_start": 64}),
+        ({"same_start": 64, "hops": 2}, {"same_start": 47, "stop": 150, "left_match": 7}),
+        ({"stop": 101, "hops": 2}, {"left_match": 7, "same_start": 15, "left_total": 500}),
+        ({"left_match": 4, "hops": 2}, {"left_match": 3, "same_start": 15, "left_total": 500}),
+        ({"same_start": 5, "hops": 2}, {"same_start": 4, "left_total": 500}),
+        ({"hops": 0}, {"hops": 1, "left_total": 500}),
+        ({"left_total": 500}, {"left_total": 400}),
     ],
 )
 def test_plan_prompt_better_run_wins(better, worse):
@@ -186,6 +207,25 @@ def test_plan_prompt_better_run_wins(better, worse):
     for order in (runs, runs[::-1]):
         first = plan(300, order).shifted[0]
         assert first.run is runs[1]
+
+
+def test_plan_prompt_better_run_that_begins_within_the_seam_rows_wins():
+    worse, better = make_run(40, 150), make_run(43, 100, same_start=64)
+    found = plan(300, [worse, better])
+    assert [(span.start, span.stop, span.run, span.seam) for span in found.shifted] == [
+        (43, 100, better, True), (100, 150, worse, False),
+    ]  # fmt: skip
+    late = make_run(45, 100, same_start=64)
+    assert plan(300, [worse, late]).shifted[0].run is worse
+    assert plan(300, [worse, better], seam_tokens=2).shifted[0].run is worse
+    agreeing = make_run(44, 61, left_match=16)
+    assert [(span.start, span.seam) for span in plan(300, [worse, agreeing]).shifted] == [(44, False), (61, False)]
+
+
+def test_plan_prompt_worse_run_that_begins_within_the_seam_rows_does_not_wait():
+    better, worse = make_run(40, 100, same_start=64), make_run(43, 150)
+    found = plan(300, [worse, better])
+    assert [(span.start, span.stop, span.run) for span in found.shifted] == [(40, 100, better), (100, 150, worse)]
 
 
 def test_plan_prompt_equal_runs_lower_segment_id_wins():

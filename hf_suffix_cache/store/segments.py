@@ -10,7 +10,29 @@ DERIVED = "derived"
 
 MAX_HOPS = 3  # a row behind three generations of moved rows is not moved again (DESIGN.md, table of row states)
 
+ALONE_TOKENS = 40  # rows of a text with fewer tokens to its left are as good as alone (DESIGN.md, section 6)
+
 _segment_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class Mean:
+    """
+    What a segment of mean rows was made from.
+
+    Args:
+        contexts (`dict`): By the fingerprint of a left context, which rows it has given a copy of: bool `[rows]`.
+            Together they are the provenance of the rows.
+        shared_left (`int`): How many tokens left of the first row are the same in every context, at most 16.
+    """
+
+    contexts: dict[bytes, np.ndarray]
+    shared_left: int
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Copies in the mean of each row: int64 `[rows]`."""
+        return np.sum(list(self.contexts.values()), axis=0, dtype=np.int64)
 
 
 @dataclass(eq=False)
@@ -27,6 +49,8 @@ class Segment:
         addresses (`np.ndarray` of int64, `[rows]`): Where the rows lie in the block pool.
         state (`str`): `"exact"` or `"derived"`.
         hops (`int`): Generations of moved rows between these rows and exact ones; 0 for exact rows.
+        mean (`Mean`, *optional*): Given if each row is the mean of its copies from several contexts; `positions` and
+            `context` are those of the first one.
     """
 
     ids: np.ndarray
@@ -35,6 +59,7 @@ class Segment:
     addresses: np.ndarray
     state: str = EXACT
     hops: int = 0
+    mean: Mean | None = None
     segment_id: int = field(default_factory=lambda: next(_segment_ids))
     references: int = 0
     last_used: float = 0.0
