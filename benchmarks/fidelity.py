@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from benchmarks import workloads
 from benchmarks.common import MODELS, Options, Results, load_model, parse
+from benchmarks.fidelity_headline import answers, headline
 from benchmarks.fidelity_runs import References
 
 
@@ -58,7 +59,7 @@ def references(model, tokenizer, options: FidelityOptions, results: Results) -> 
             store.get(case.measured)
 
 
-PARTS = {"references": references}
+PARTS = {"references": references, "headline": headline, "f1": answers}
 
 if __name__ == "__main__":
     main()

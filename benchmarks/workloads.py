@@ -71,12 +71,13 @@ class Draft:
 Group = tuple[Draft, list[Draft]]  # the stored request, and the measured ones
 
 
-def cases(workload: str, tokenizer, n: int, seed: int = 0, corpus=None) -> list[Case]:
+def cases(workload: str, tokenizer, n: int, seed: int = 0, share: int = 4, corpus=None) -> list[Case]:
     """
     The first `n` cases of a workload. A larger `n` with the same seed begins with the same cases.
 
     Args:
         tokenizer: Its chat template is used if it has one, else plain text.
+        share (`int`): Most cases of one group. 1 makes them independent, at the price of a stored request each.
         corpus (*optional*): Texts in place of those that the workload fetches, in the same form.
     """
     if workload not in WORKLOADS:
@@ -86,7 +87,7 @@ def cases(workload: str, tokenizer, n: int, seed: int = 0, corpus=None) -> list[
     found: list[Case] = []
     for number, (stored, measured) in enumerate(draw(load() if corpus is None else corpus, rng)):
         earlier = (tuple(encoded(tokenizer, stored)[0]),)
-        for draft in measured:
+        for draft in measured[:share]:
             ids, pieces = encoded(tokenizer, draft)
             found.append(Case(workload, f"{workload} {number}", earlier, pieces, tuple(ids), draft.answers))
         if len(found) >= n:
@@ -128,15 +129,19 @@ def rendered(tokenizer, draft: Draft) -> tuple[str, bool]:
 
 def passages(articles: dict, rng: random.Random, count: int = 5, share: int = 4) -> Iterator[Group]:
     """Multi-passage questions: passages of one article in even groups, of as many articles in odd ones."""
-    pools = {
-        title: rng.sample(kept, len(kept))
+    kept = {
+        title: [item for item in paragraphs if 240 <= len(item[0]) <= 570 and len(item[1]) >= 2]
         for title, paragraphs in articles.items()
-        if (kept := [item for item in paragraphs if 240 <= len(item[0]) <= 570 and len(item[1]) >= 2])
     }
+    pools: dict[str, list] = {}
     for number in itertools.count():
-        titles = [title for title, pool in pools.items() if len(pool) >= (1 if number % 2 else count)]
-        if len(titles) < (count if number % 2 else 1):
-            return
+        least, needed = (1, count) if number % 2 else (count, 1)
+        titles = [title for title, pool in pools.items() if len(pool) >= least]
+        if len(titles) < needed:  # 364 prompts use all of SQuAD dev up; then its passages meet others
+            pools = {title: rng.sample(items, len(items)) for title, items in kept.items()}
+            titles = [title for title, pool in pools.items() if len(pool) >= least]
+            if len(titles) < needed:
+                return
         drawn = rng.sample(titles, count) if number % 2 else [rng.choice(titles)] * count
         chosen = [pools[title].pop() for title in drawn]
         texts = [text for text, _ in chosen]
