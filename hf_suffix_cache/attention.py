@@ -86,22 +86,24 @@ class _Pass:
     """What the current thread's open pass wants of the attention function."""
 
     probe: Probe | None = None
+    explicit_masks: bool = False
 
 
 @contextmanager
-def open_pass(model: PreTrainedModel, probe: Probe | None = None):
+def open_pass(model: PreTrainedModel, probe: Probe | None = None, explicit_masks: bool = False):
     """
-    Run the forwards inside with the registered attention function, if that is needed: for a probe, or because the
+    Run the forwards inside with the registered attention function, if that is needed: for a probe, because masks have
+    to be tensors even where sdpa could do without (rows that leave the forward are cut out of them), or because the
     model's own implementation can't attend from scattered rows (flash and flex attention; these then run as sdpa).
     """
     own = own_implementation(model)
-    if probe is None and own in MODEL_BUILDS_MASKS:
+    if probe is None and not explicit_masks and own in MODEL_BUILDS_MASKS:
         yield
         return
     register()
     configs = attention_configs(model)
     outer = getattr(_thread, "current", None)
-    _thread.current = _Pass(probe)
+    _thread.current = _Pass(probe, explicit_masks)
     _switch(configs)
     try:
         yield
@@ -141,6 +143,8 @@ def mask_function(*args, **kwargs):
         current.probe.windows.add(kwargs.get("local_size"))
     if current is not None and own not in MODEL_BUILDS_MASKS:
         own = "sdpa"
+    if current is not None and current.explicit_masks:
+        kwargs = {**kwargs, "allow_is_causal_skip": False}
     if own not in ALL_MASK_ATTENTION_FUNCTIONS:
         return kwargs.get("attention_mask")
     return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, **kwargs)

@@ -13,6 +13,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from . import generation
 from .attention import own_implementation
+from .bound import Auditor, Calibration, builtin
+from .bound.rule import Rule
+from .calibrating import calibrate
 from .capabilities import CapabilityTable
 from .capability import Capability, input_device
 from .comparison import Comparison, compare
@@ -48,6 +51,8 @@ class _Owned:
         self.store = Store(config)
         self.capabilities = CapabilityTable()
         self.identities = IdentityTable(own_implementation)
+        self.calibration = builtin()
+        self.auditor = Auditor(config.audit_rate)
         self.settler = Settler()
         self.stats = CacheStats(
             bytes_used=lambda: self.store.bytes_used,
@@ -90,6 +95,8 @@ class SuffixCache(Cache):
         self._reports: deque[ReuseReport] = deque(maxlen=NUM_REPORTS)
         self._thread = threading.local()
         self._calls: list[int] = [0]
+        self._counts = True
+        self._levels: list | None = None
         super().__init__(layer_class_to_replicate=DynamicLayer)
 
     # -- handles and reports ------------------------------------------------------------------------------------
@@ -118,8 +125,20 @@ class SuffixCache(Cache):
         unknown = sorted(set(changes) - set(PER_CALL))
         if unknown:
             raise TypeError(f"`using` takes {', '.join(PER_CALL)}, got {unknown}.")
+        return self._handle(changes)
+
+    def _handle(self, changes: dict) -> "SuffixCache":
         handle = object.__new__(type(self))
         handle._start(self._owned, self.config.replace(**changes))
+        return handle
+
+    def silent(self, levels: list | None = None, **changes) -> "SuffixCache":
+        """
+        A handle for runs of the package's own, which count in no statistics; it may differ in any setting. With
+        `levels`, its calls run every level of escalation and append what each one gave.
+        """
+        handle = self._handle(changes)
+        handle._counts, handle._levels = False, levels
         return handle
 
     @property
@@ -142,6 +161,8 @@ class SuffixCache(Cache):
         self._thread.report = report
         self._reports.append(report)
         self._calls[0] += 1
+        if not self._counts:
+            return
         self._owned.stats.update(report)
         if report.carried_tokens or report.shifted_tokens:
             _say_once(
@@ -229,6 +250,8 @@ class SuffixCache(Cache):
             regimes=regimes,
             shelf_of=shelf_of,
             same_model=same_model,
+            rule=Rule(self.calibration, self.config.max_kl, self.config.workload, self._owned.auditor.extra_margin),
+            trace=self._levels,
             **{**options, **({"adopt": False} if attached else {})},
         )
 
@@ -256,6 +279,44 @@ class SuffixCache(Cache):
         """Run a request with and without the cache: KL, differing tokens, rows and time of both. See `Comparison`."""
         _check_model(model)
         return compare(self, model, inputs)
+
+    @property
+    def calibration(self) -> Calibration:
+        """What `max_kl` and `expected_kl` go by: built-in conservative values until `calibrate` or an assignment."""
+        return self._owned.calibration
+
+    @calibration.setter
+    def calibration(self, value: Calibration) -> None:
+        if not isinstance(value, Calibration):
+            raise TypeError(f"`calibration` must be a Calibration (see `Calibration.load`), got {value!r}.")
+        self._owned.calibration = value
+
+    @property
+    def audits(self) -> Auditor:
+        """Requests that were run both ways (`audit_rate`): records, coverage, and what the bound was tightened by."""
+        return self._owned.auditor
+
+    def calibrate(self, model: PreTrainedModel, prompts, alpha: float = 0.1, tokenizer=None) -> Calibration:
+        """
+        Fit the predictor of `expected_kl`, and set the rule that holds `max_kl`, on prompts of the caller's.
+
+        Each prompt is run at every level of repair, the last of which is a full prefill; nothing is stored in this
+        cache. A prompt is served from what this cache holds, and where it holds nothing of it from the prompts before
+        it in the list. The guarantee: of prompts like these, a share of at most `alpha` is expected above the bound.
+
+        Args:
+            model (`PreTrainedModel`): Whose answers are compared.
+            prompts (list, or `dict` of lists by workload label): Lists of token ids, or strings with a `tokenizer`.
+            alpha (`float`, *optional*, defaults to 0.1): Share of prompts that may exceed a bound.
+            tokenizer (*optional*): Encodes strings.
+
+        Returns:
+            `Calibration`, in use from now on; `save` writes it to a file. Raises `ValueError` if too few of the
+            prompts share text with anything (`alpha=0.1` needs 9 to set the margin, and the fit others).
+        """
+        _check_model(model)
+        self.calibration = calibrate(self, model, prompts, alpha, tokenizer)
+        return self.calibration
 
     def register(self, model: PreTrainedModel, texts_or_ids, tokenizer=None, at: str = "anywhere") -> int:
         """

@@ -257,7 +257,7 @@ def _after_forward(model, args: tuple, kwargs: dict, output):
         if request.state == "decoding":
             request.forwarded(output is not None)
         elif request.state == "prefill":
-            request.prefilled()
+            request.prefilled(output)
     finally:
         request.pause()
     attachments = _attached.get(model)

@@ -8,10 +8,14 @@ import torch
 
 from .attention import Probe, open_pass
 from .capability import Capability
+from .escalation import Escalation
+from .filtering import cannot_filter, deviation_of, run_filtered
 from .inputs import PromptBatch
+from .narrowing import RowWatch
 from .prompt import EXACT, SHIFTED, PlannedRow
 from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, preset
 from .report import ReuseReport
+from .signals import features, watched_layers
 from .view import View
 
 
@@ -27,6 +31,8 @@ class Passes:
         whole (`bool`): Whether the logits of every column are wanted, padding included.
         report (`ReuseReport`): Counts the rows that run.
         stack (`ExitStack`): What the last pass needs open; the request closes it when that forward returns.
+        rule (*optional*): Predicts the KL of what is served, and says how far repair must go (`bound/`).
+        trace (list, *optional*): Run every level of escalation and append what each one gave.
     """
 
     def __init__(
@@ -40,6 +46,8 @@ class Passes:
         whole: bool,
         report: ReuseReport,
         stack: ExitStack,
+        rule=None,
+        trace: list | None = None,
     ):
         self.view = view
         self.batch = batch
@@ -49,84 +57,166 @@ class Passes:
         self.chunk = chunk
         self.whole = whole
         self.report = report
+        self.rule = rule
+        self.trace = trace
+        self.attention: np.ndarray | None = None  # of the probe, [batch rows, columns]
+        self.logits: torch.Tensor | None = (
+            None  # of the prompt's last token after the newest pass, [batch rows, vocab]
+        )
+        self.watch: RowWatch | None = None
         self._open = stack
+
+    # -- all passes but the last ----------------------------------------------------------------------------------
 
     def run(self, model, kwargs: dict) -> dict:
         """Run all passes but the last; return the last one's arguments."""
-        new = self._columns(lambda row: row.computed)
+        new = self.columns(lambda row: row.computed)
         new[0 if self.whole else self.batch.prompt_columns :] = True
         if self.capability.kind == "prefix":
             new[np.argmax(new) :] = True  # such a model is only run on: what follows the first new row is new
-        seams = self._columns(lambda row: row.seams)
-        chosen = np.zeros_like(new)
         last = new
         if any((row.kinds == SHIFTED).any() for row in self.rows):
             started = time.perf_counter()
-            policy, fraction = preset(self.config.fidelity, self.config.repair, self.config.repair_fraction)
-            probed, attention = False, None
-            if policy.needs_attention and not self.capability.reads_attention:
-                self.report.reason = "the model's attention can't be read: the first rows of each run were repaired"
-                policy = FirstRows()
-            elif policy.needs_attention and not self._probe_pays(new, seams, fraction):
-                self.report.reason = "a probe would cost what reuse saves; the first rows of each run were repaired"
-                policy = FirstRows()
-            elif policy.needs_attention and (fraction > 0 or seams.any()):
-                policy, probed, attention = self._probe(model, kwargs, new, policy)
-            chosen = seams | self._select(policy, fraction, attention)
-            last = new | chosen
-            if probed:
-                # rows left of the first repaired one are final already; the answer's logits come from this pass
-                first = np.argmax(chosen) if chosen.any() else self.batch.columns - self._kept(kwargs)
-                last[:first] = False
+            if self.trace is not None or self.config.max_kl is not None:
+                last = Escalation(self).run(model, kwargs, new)
+            else:
+                last = self._repair(model, kwargs, new)
             self.report.timings["repair"] = time.perf_counter() - started
         for row in self.rows:
-            # chosen for repair, or computed for a neighbour's sake: one forward runs the same columns of every row
-            row.mark_recomputed(np.flatnonzero(new | chosen))
+            row.mark_recomputed(np.flatnonzero(new))  # computed for a neighbour's sake
         self.report.set_spans([row.spans() for row in self.rows])
         return self._last_pass(model, kwargs, np.flatnonzero(last))
 
-    def _columns(self, of_row) -> np.ndarray:
+    def finish(self, logits: torch.Tensor | None) -> None:
+        """The last pass has run and gave `logits`, `[batch, kept, vocabulary]`: say what is to be expected of them."""
+        self.view.watch = None
+        if self.watch is None and self.logits is None:
+            return
+        # with drafts behind the prompt, the first token's logits stand before those of the drafts
+        drafts = self.batch.columns - self.batch.prompt_columns
+        known = logits is not None and logits.dim() == 3 and logits.shape[1] > drafts
+        self.predict(logits[:, -1 - drafts].detach() if known else None)
+
+    def predict(self, logits: torch.Tensor | None) -> list[dict]:
+        """Features of every prompt after a pass that gave `logits`, `[batch, vocabulary]`; the report takes them."""
+        found = []
+        for number, row in enumerate(self.rows):
+            first = number * self.batch.group
+            seen = self.attention_of(number)
+            pair = [None if part is None else part[first] for part in (logits, self.logits)]
+            found.append(features(row, first, len(self.view.layers), seen, self.watch, *pair))
+        self.logits = logits
+        self.report.take_features(found, self.rule)
+        return found
+
+    def attention_of(self, number: int) -> np.ndarray | None:
+        """The probe's attention to the tokens of a prompt, `[tokens]`."""
+        if self.attention is None:
+            return None
+        row = self.rows[number]
+        return self.attention[number * self.batch.group, row.pad : row.pad + len(row.ids)]
+
+    def columns(self, of_row) -> np.ndarray:
         """Union over the prompts: bool `[columns]`. One forward runs the same columns of every batch row."""
         union = np.zeros(self.batch.columns, dtype=bool)
         for row in self.rows:
             union[row.pad : row.pad + len(row.ids)] |= of_row(row)
         return union
 
-    def _probe_pays(self, new: np.ndarray, seams: np.ndarray, fraction: float) -> bool:
-        """Whether probe and repair together run fewer rows than a prefill behind the exact prefix would."""
-        shifted = self._columns(lambda row: row.kinds == SHIFTED)
-        repaired = max(seams.sum(), sum(row.repair_request(fraction, None).budget for row in self.rows))
-        twice = new[np.argmax(shifted) :].sum()  # new rows behind the first moved one run again with the repaired ones
-        plain = self._columns(lambda row: row.kinds != EXACT).sum()
-        return new.sum() + repaired + twice < plain
-
-    def _kept(self, kwargs: dict) -> int:
+    def kept(self, kwargs: dict) -> int:
+        """Columns at the end whose logits are needed."""
         asked = kwargs.get("logits_to_keep", 0)
         return asked if isinstance(asked, int) and asked > 0 else 1
 
-    def _probe(self, model, kwargs: dict, new: np.ndarray, policy):
-        """Run the new rows and read what the last of them attend to: (policy, whether rows ran, attention or None)."""
-        columns = np.flatnonzero(new)
-        queries = int(np.count_nonzero(new[-PROBE_QUERIES:]))
-        if queries < MIN_PROBE_QUERIES or not new[-queries:].all():
-            self.report.reason = "too few new rows to ask about; the first rows of each run were repaired"
-            return FirstRows(), False, None
-        probe = Probe(queries, first_layer=len(self.view.layers) // 2)
-        self._forward(model, kwargs, columns, probe)
-        attention = probe.attention()
-        if attention is None:
-            self.report.reason = "the model's attention can't be read: the first rows of each run were repaired"
-            return FirstRows(), True, None
-        return policy, True, attention.numpy()
+    def mark(self, columns: np.ndarray) -> None:
+        """These columns, bool `[columns]`, were served and are recomputed."""
+        for row in self.rows:
+            row.mark_recomputed(np.flatnonzero(columns))
 
-    def _select(self, policy, fraction: float, attention) -> np.ndarray:
-        """Columns that the policy wants recomputed: bool `[columns]`."""
+    # -- repair ---------------------------------------------------------------------------------------------------
+
+    def _repair(self, model, kwargs: dict, new: np.ndarray) -> np.ndarray:
+        """Run what the policy needs before the last pass; bool `[columns]` of that one."""
+        seams = self.columns(lambda row: row.seams)
+        policy, fraction = preset(self.config.fidelity, self.config.repair, self.config.repair_fraction)
+        policy = self._usable(model, policy, new, seams, fraction)
+        if getattr(policy, "filters_layers", False):
+            run_filtered(self, model, kwargs, new, seams, policy)
+            return self.only_kept(kwargs)
+        probed = False
+        if getattr(policy, "needs_attention", False) and (fraction > 0 or seams.any()):
+            probed = True
+            if self.probe(model, kwargs, new) is None:
+                self.report.reason = "the model's attention can't be read: the first rows of each run were repaired"
+                policy = FirstRows()
+        deviation = deviation_of(self, model, kwargs, new) if getattr(policy, "needs_deviation", False) else None
+        chosen = seams | self.select(policy, fraction, deviation)
+        last = new | chosen
+        if probed:
+            # rows left of the first repaired one are final already; the answer's logits come from this pass
+            first = np.argmax(chosen) if chosen.any() else self.batch.columns - self.kept(kwargs)
+            last[:first] = False
+        self.mark(chosen)
+        self.watch_rows(chosen)
+        self.view.watch = self.watch
+        return last
+
+    def _usable(self, model, policy, new: np.ndarray, seams: np.ndarray, fraction: float):
+        """The policy, or the first rows of each run where the model or the prompt has no use for it."""
+        if getattr(policy, "filters_layers", False):
+            reason = cannot_filter(self, model)
+        elif getattr(policy, "needs_deviation", False) and cannot_filter(self, model):
+            reason = cannot_filter(self, model)
+        elif not getattr(policy, "needs_attention", False):
+            reason = None
+        elif not self.capability.reads_attention:
+            reason = "the model's attention can't be read: the first rows of each run were repaired"
+        elif not self._probe_pays(new, seams, fraction):
+            reason = "a probe would cost what reuse saves; the first rows of each run were repaired"
+        elif not self.can_probe(new):
+            reason = "too few new rows to ask about; the first rows of each run were repaired"
+        else:
+            reason = None
+        if reason is None:
+            return policy
+        self.report.reason = reason
+        return FirstRows()
+
+    def _probe_pays(self, new: np.ndarray, seams: np.ndarray, fraction: float) -> bool:
+        """Whether probe and repair together run fewer rows than a prefill behind the exact prefix would."""
+        shifted = self.columns(lambda row: row.kinds == SHIFTED)
+        repaired = max(seams.sum(), sum(row.repair_request(fraction).budget for row in self.rows))
+        twice = new[np.argmax(shifted) :].sum()  # new rows behind the first moved one run again with the repaired ones
+        plain = self.columns(lambda row: row.kinds != EXACT).sum()
+        return new.sum() + repaired + twice < plain
+
+    def can_probe(self, new: np.ndarray) -> bool:
+        """Whether the last columns are new and enough to ask."""
+        queries = int(np.count_nonzero(new[-PROBE_QUERIES:]))
+        return queries >= MIN_PROBE_QUERIES and bool(new[-queries:].all())
+
+    def probe(self, model, kwargs: dict, new: np.ndarray) -> np.ndarray | None:
+        """Run the new rows and read what the last of them attend to; None if no layer could be read."""
+        queries = int(np.count_nonzero(new[-PROBE_QUERIES:]))
+        probe = Probe(queries, first_layer=len(self.view.layers) // 2)
+        self.logits = self.forward(model, kwargs, np.flatnonzero(new), probe)
+        attention = probe.attention()
+        self.attention = None if attention is None else attention.numpy()
+        return self.attention
+
+    def watch_rows(self, chosen: np.ndarray) -> None:
+        """From here on compare the rows of these columns with what takes their place."""
+        self.watch = RowWatch(np.flatnonzero(chosen), watched_layers(len(self.view.layers)))
+
+    def select(self, policy, fraction: float, deviation: np.ndarray | None = None) -> np.ndarray:
+        """Columns that the policy wants recomputed: bool `[columns]`. `deviation` is `[batch rows, columns]`."""
         chosen = np.zeros(self.batch.columns, dtype=bool)
         for number, row in enumerate(self.rows):
             columns = slice(row.pad, row.pad + len(row.ids))
-            seen = None if attention is None else attention[number * self.batch.group, columns]
-            request = row.repair_request(fraction, seen)
-            if policy.needs_attention and (seen is None or not request.spare):
+            seen = self.attention_of(number)
+            changed = None if deviation is None else deviation[number * self.batch.group, columns]
+            request = row.repair_request(fraction, seen, changed, row.outside_mass())
+            if getattr(policy, "needs_attention", False) and (seen is None or not request.spare):
                 continue
             positions = np.asarray(policy.select(request), dtype=np.int64)
             if len(positions) and not (positions.min() >= 0 and positions.max() < len(row.ids)):
@@ -140,38 +230,58 @@ class Passes:
             chosen[row.pad + positions] = True
         return chosen
 
-    def _forward(self, model, kwargs: dict, columns: np.ndarray, probe: Probe | None = None) -> None:
+    # -- forwards -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, model, kwargs: dict, columns: np.ndarray, probe: Probe | None = None, explicit_masks: bool = False
+    ) -> torch.Tensor | None:
         """
-        A scattered forward whose output nobody needs, in chunks if the caller asked for them. Columns behind a chunk
-        may not have been written yet, and are not handed out.
+        A scattered forward of our own, in chunks if the caller asked for them; gives the last column's logits,
+        `[batch, vocabulary]`. Columns behind a chunk may not have been written yet, and are not handed out.
         """
+        output = None
         for part in self._chunks(columns):
             reader, total = probe if part[-1] == columns[-1] else None, int(part[-1]) + 1
-            with torch.no_grad(), self._placed(model, part, total, reader):
+            with torch.no_grad(), self._placed(model, part, total, reader, explicit_masks):
                 # a probe's attention function is not the one that a compiled forward was compiled for
-                forward = model.forward if reader is None else torch.compiler.disable(model.forward)
-                forward(**self._arguments(kwargs, part, total, last=False))
-            self.report.computed_rows += self.batch.rows * len(part)
+                special = reader is not None or explicit_masks
+                forward = torch.compiler.disable(model.forward) if special else model.forward
+                output = forward(**self._arguments(kwargs, part, total, last=False))
+            self.count(len(part))
+        return last_logits(output)
+
+    def count(self, rows: int, share: float = 1.0) -> None:
+        """Rows of one forward that the first layer saw; `share` of the layers' work on them was done."""
+        self.report.computed_rows += self.batch.rows * rows
+        self.report.equivalent_rows += self.batch.rows * rows * share
+
+    def only_kept(self, kwargs: dict) -> np.ndarray:
+        """Everything is final: the last pass, bool `[columns]`, only has to give the logits."""
+        last = np.zeros(self.batch.columns, dtype=bool)
+        last[min(self.batch.columns - self.kept(kwargs), self.batch.prompt_columns - 1) :] = True
+        return last
 
     @contextmanager
-    def _placed(self, model, columns: np.ndarray, total: int, probe: Probe | None = None):
+    def _placed(
+        self, model, columns: np.ndarray, total: int, probe: Probe | None = None, explicit_masks: bool = False
+    ):
         """
         Where the forward inside writes its rows: behind those before them, or scattered among them. A probe wants to
         see every key, which a layer with a window hands out to scattered rows only.
         """
-        if columns[-1] - columns[0] + 1 == len(columns) and probe is None:
+        if columns[-1] - columns[0] + 1 == len(columns) and probe is None and not explicit_masks:
             self.view.set_length(int(columns[0]))
             yield
         else:
-            with open_pass(model, probe), self.view.scatter(columns, total):
+            with open_pass(model, probe, explicit_masks), self.view.scatter(columns, total):
                 yield
 
     def _last_pass(self, model, kwargs: dict, columns: np.ndarray) -> dict:
         """Arguments of the forward that transformers itself runs; what it needs open stays open until it returns."""
         *before, part = self._chunks(columns)
         for early in before:
-            self._forward(model, kwargs, early)
-        self.report.computed_rows += self.batch.rows * len(part)
+            self.forward(model, kwargs, early)
+        self.count(len(part))
         if len(part) == self.batch.columns:
             self.view.set_length(0)
             return kwargs
@@ -205,3 +315,15 @@ class Passes:
         if not last and "logits_to_keep" in kwargs:
             changed["logits_to_keep"] = 1
         return changed
+
+
+def last_logits(output) -> torch.Tensor | None:
+    """The last column's logits of a forward's output, `[batch, vocabulary]`, if it has any."""
+    logits = logits_of(output)
+    return None if logits is None else logits[:, -1].detach()
+
+
+def logits_of(output) -> torch.Tensor | None:
+    """Logits of a forward's output, `[batch, columns, vocabulary]`: an output object, or a tuple that begins so."""
+    logits = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", None)
+    return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None

@@ -33,6 +33,7 @@ class PlannedRow:
     served: Recipe = field(init=False)
     run_start: np.ndarray = field(init=False)
     seams: np.ndarray = field(init=False)
+    partial: np.ndarray = field(init=False)
     hops: int = field(init=False, default=0)
 
     def __post_init__(self):
@@ -40,6 +41,7 @@ class PlannedRow:
         self.kinds = np.full(tokens, NEW, dtype=np.int8)
         self.run_start = np.zeros(tokens, dtype=np.int64)
         self.seams = np.zeros(tokens, dtype=bool)
+        self.partial = np.zeros(tokens, dtype=bool)  # repaired in the lower layers only
         self.served = Recipe([], np.full(tokens, -1, dtype=np.int32), *np.zeros((2, tokens), dtype=np.int64))
 
     @classmethod
@@ -84,14 +86,18 @@ class PlannedRow:
         Leading positions whose rows are exact when the call ends: all before the first row that stays approximate. New
         and repaired rows there were last run when everything to their left was final.
         """
-        approximate = np.flatnonzero((self.kinds == CARRIED) | (self.kinds == SHIFTED))
+        approximate = np.flatnonzero((self.kinds == CARRIED) | (self.kinds == SHIFTED) | self.partial)
         return int(approximate[0]) if len(approximate) else len(self.ids)
 
-    def repair_request(self, fraction: float, attention: np.ndarray | None) -> RepairRequest:
-        """What a repair policy needs to know of this row."""
-        shifted = self.kinds == SHIFTED
+    def repair_request(self, fraction: float, attention=None, deviation=None, outside_mass=None) -> RepairRequest:
+        """What a repair policy needs to know of this row. Rows that were repaired already are moved rows here too."""
+        shifted = (self.served.which >= 0) & ((self.kinds == SHIFTED) | (self.kinds == REPAIRED))
         rows = repair_budget(int(shifted.sum()), fraction)
-        return RepairRequest(shifted, self.seams, self.run_start, rows, attention)
+        return RepairRequest(shifted, self.seams, self.run_start, rows, attention, deviation, outside_mass)
+
+    def outside_mass(self) -> np.ndarray | None:
+        """Attention that each moved row gave to the left of its run when it was computed: `[tokens]`, or None."""
+        return None
 
     def mark_recomputed(self, columns: np.ndarray) -> None:
         """These columns were served and then recomputed."""

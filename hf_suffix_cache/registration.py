@@ -15,13 +15,10 @@ def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str) -
     """See `SuffixCache.register`."""
     if at not in PLACES:
         raise ValueError(f"`at` must be one of {PLACES}, got {at!r}.")
-    texts = [_encode(text, tokenizer, at) for text in _as_list(texts_or_ids)]
+    texts = [encode(text, tokenizer, special_tokens=at == "front") for text in _as_list(texts_or_ids)]
     vocabulary = model.get_input_embeddings().num_embeddings
     for ids in texts:
-        if len(ids) == 0:
-            raise ValueError("an empty text can't be registered.")
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}.")
+        check_ids(model, ids)
     sink = _sink_prefix(tokenizer, vocabulary) if at == "anywhere" else []
     device = input_device(model)
     exact = handle.using(fidelity="exact")
@@ -47,11 +44,21 @@ def _as_list(texts_or_ids) -> list:
     return texts
 
 
-def _encode(text, tokenizer, at: str) -> list[int]:
+def check_ids(model: PreTrainedModel, ids: list[int]) -> None:
+    """Raise `ValueError` unless a text has tokens, all of the model's vocabulary."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if len(ids) == 0:
+        raise ValueError("a text is empty: it has no token.")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}.")
+
+
+def encode(text, tokenizer, special_tokens: bool) -> list[int]:
+    """Token ids of a string, or of a sequence of ids."""
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError("strings need a `tokenizer`; or pass lists of token ids.")
-        return list(tokenizer(text, add_special_tokens=at == "front")["input_ids"])
+        return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
     if isinstance(text, (torch.Tensor, np.ndarray)):
         text = text.tolist()
     if not isinstance(text, (list, tuple)) or not all(isinstance(item, (int, np.integer)) for item in text):

@@ -1,5 +1,6 @@
 """What requests reused: `ReuseReport` of one, with its table and pictures, and `CacheStats`, the totals of all."""
 
+import math
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -25,8 +26,16 @@ class ReuseReport:
         prompt_tokens (`int`): Tokens in the prompt.
         spans (`tuple` of `tuple` of `Span`): Per row of the batch, half-open spans that cover its prompt once.
         computed_rows (`int`): Batch x queries as the first decoder layer saw them before the first new token.
+        equivalent_rows (`float`): The same with each row weighted by the share of the layers that it ran through; less
+            than `computed_rows` only where a policy lets rows leave a forward early.
         capability_rows (`int`): Rows run to measure the model at its first use.
         generated_tokens (`int`): Tokens generated.
+        residual (`float`, *optional*): How far the repaired rows were from what they are now: mean relative squared
+            difference of keys and values in the upper half of the layers.
+        expected_kl (`float`, *optional*): Predicted KL(full prefill || this answer) of the first new token in nats; of
+            a batch the largest. None where nothing approximate was served, or nothing is known to predict it from.
+        level (`str`, *optional*): Under `max_kl`, the level of repair that the bound was held with.
+        features (`list` of `dict`): Per prompt, what `expected_kl` was predicted from.
         healed_rows (`int`): Rows that were recomputed along with the generated tokens; not among the counts above.
         reason (`str`, *optional*): Why reuse was refused or cut short, one sentence.
         timings (`dict`): Seconds: `lookup`, `plan`, `materialise`, `repair`, `first_token`, `total`.
@@ -39,8 +48,13 @@ class ReuseReport:
     repaired_tokens: int = field(default=0, init=False)
     new_tokens: int = field(default=0, init=False)
     computed_rows: int = 0
+    equivalent_rows: float = 0.0
     capability_rows: int = 0
     generated_tokens: int = 0
+    residual: float | None = None
+    expected_kl: float | None = None
+    level: str | None = None
+    features: list[dict[str, float]] = field(default_factory=list, repr=False)
     healed_rows: int = 0
     spans: tuple[tuple[Span, ...], ...] = field(default=(), repr=False)
     reason: str | None = None
@@ -62,6 +76,15 @@ class ReuseReport:
         for kind, count in counts.items():
             setattr(self, f"{kind}_tokens", count)
         self.prompt_tokens = self.prompt_tokens or sum(counts.values())
+
+    def take_features(self, features: list[dict[str, float]], rule=None) -> None:
+        """Take what each prompt shows of its error, and what `rule` expects of that."""
+        self.features = features
+        approximate = [found for found in features if found]
+        residuals = [math.exp(found["residual"]) for found in approximate if not math.isnan(found["residual"])]
+        self.residual = sum(residuals) / len(residuals) if residuals else None
+        expected = [rule.expected_kl(found) for found in approximate] if rule is not None else []
+        self.expected_kl = max(expected) if expected and None not in expected else None
 
     @property
     def hit_rate(self) -> float:
@@ -85,6 +108,9 @@ class ReuseReport:
         values["spans"] = [
             [{name: getattr(span, name) for name in _SPAN_FIELDS} for span in row] for row in self.spans
         ]
+        values["features"] = [
+            {name: None if math.isnan(value) else value for name, value in found.items()} for found in self.features
+        ]
         values["timings"] = {name: float(seconds) for name, seconds in self.timings.items()}
         return values
 
@@ -96,6 +122,9 @@ class ReuseReport:
         healed = f", healed {self.healed_rows:,} rows" if self.healed_rows else ""
         generated = f"generated {self.generated_tokens:,} tokens{healed}"
         lines += _wrap(f"computed {self.computed_rows:,} rows{measured}; {generated}")
+        if self.expected_kl is not None:
+            level = f" at level {self.level}" if self.level else ""
+            lines += _wrap(f"approximate: expected KL of the first token {self.expected_kl:.4f} nats{level}")
         parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.timings.items())
         lines += _wrap(f"seconds: {parts}") if any(self.timings.values()) else []
         lines += _wrap(f"reason: {self.reason}") if self.reason else []

@@ -12,7 +12,7 @@ import torch
 
 from .healing import Healer, obstacle
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
-from .passes import Passes
+from .passes import Passes, logits_of
 from .prompt import CARRIED, PlannedRow
 from .report import ReuseReport
 from .store.shelf import Sequence
@@ -48,6 +48,8 @@ class Request:
         adopt (`bool`): Whether a stored conversation's own memory may be continued in place. A view that the caller
             gets to see must not share memory with the store.
         shelf_of (callable, *optional*): The shelf of a regime, and of calls with token types or without.
+        rule (*optional*): Predicts the KL of what is served, and says how far repair must go under `max_kl`.
+        trace (list, *optional*): Run every level of escalation, and append what each one gave.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class Request:
         same_model=None,
         watch=False,
         adopt=True,
+        rule=None,
+        trace=None,
     ):
         self.view = view
         self.capability = capability
@@ -81,7 +85,10 @@ class Request:
         self.shelf_of = shelf_of
         self.same_model = same_model
         self.watch = watch
-        self.adopt = adopt
+        self.adopt = adopt and config.store  # what is not stored must not lie behind a stored conversation's rows
+        self.rule = rule
+        self.trace = trace
+        self.passes: Passes | None = None
         self.regime: bytes | None = None
         self.with_types = False  # whether token types, all 0, came with the prompt: some models tell that from none
         self.storable: int | None = None  # columns before the first one that was computed in some other way
@@ -99,7 +106,7 @@ class Request:
         self.state = "waiting"
         self.report = ReuseReport(capability_rows=capability_rows)
         self.started = time.perf_counter()
-        self._passes = ExitStack()
+        self._open = ExitStack()
         self._shares = False  # whether the view lies over memory of a stored conversation
         self._resumed = False
         self._all_logits = False
@@ -149,7 +156,7 @@ class Request:
             logger.warning("reuse failed, this call runs a full prefill", exc_info=True)
             self._drop_plan()
             return self._plain(kwargs, f"reuse failed: {type(error).__name__}: {error}")
-        passes = Passes(
+        self.passes = Passes(
             self.view,
             self.batch,
             self.rows,
@@ -158,13 +165,17 @@ class Request:
             self.chunk,
             self._all_logits,
             self.report,
-            self._passes,
+            self._open,
+            self.rule,
+            self.trace,
         )
-        return passes.run(model, kwargs)
+        return self.passes.run(model, kwargs)
 
-    def prefilled(self) -> None:
-        """Called after the first forward, also when it raised."""
-        self._passes.close()
+    def prefilled(self, output=None) -> None:
+        """Called after the first forward with what it gave, also when it raised and gave nothing."""
+        self._open.close()
+        if self.passes is not None and output is not None:
+            self.passes.finish(logits_of(output))
         if self.regime is not None and self.regimes.current() != self.regime:
             self.storable = 0
         if self.state == "prefill":
@@ -188,7 +199,7 @@ class Request:
             return kwargs
         if self.storable is not None:
             self._healer.stop()
-        return self._healer.prepare(model, kwargs, self._passes)
+        return self._healer.prepare(model, kwargs, self._open)
 
     def _begin_healing(self, model, kwargs: dict) -> None:
         """At the first later forward: a healer if there is something to heal, or the reason why not."""
@@ -210,7 +221,7 @@ class Request:
         frequencies belong to another shelf, half-computed ones to none.
         """
         if self._healer is not None:
-            self._passes.close()
+            self._open.close()
             if whole:
                 self._healer.forwarded()
                 self.report.healed_rows = self._healer.num_healed
@@ -228,6 +239,7 @@ class Request:
         self.rows = []
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         self.report.computed_rows = tokens.shape[0] * tokens.shape[1]
+        self.report.equivalent_rows = float(self.report.computed_rows)
         describe_plain(self.report, tokens, kwargs.get("attention_mask"), self.caller_rows)
         return kwargs
 
@@ -370,10 +382,11 @@ class Request:
 
     def _close(self, handed_out: bool) -> None:
         self.state = "closed"
-        self._passes.close()
+        self._open.close()
         for row in self.rows:
             self.view.shelf.unpin(row.segments())
         # a cycle, or the frequencies' hold on the model, would keep both alive until a garbage collection
+        self.passes = None
         self.view.request = self.frequencies = self.regimes = self.shelf_of = self.same_model = None
         if handed_out:
             self.view.hand_out(self._shares)

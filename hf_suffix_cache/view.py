@@ -37,8 +37,9 @@ class ViewLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, view: "View", window: int | None):
+    def __init__(self, view: "View", window: int | None, index: int = 0):
         self._view = weakref.ref(view)
+        self.index = index
         self.window = window
         self.is_sliding = window is not None
         self.is_initialized = False
@@ -55,6 +56,18 @@ class ViewLayer(CacheLayerMixin):
     def values(self) -> torch.Tensor | None:
         """Values so far."""
         return None if self._values is None else self._values[:, :, : self.length]
+
+    def rows(self, columns: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values at `columns`, `[batch, kv_heads, columns, head_dim]` each."""
+        index = torch.from_numpy(columns).to(self._keys.device)
+        return self._keys.index_select(2, index), self._values.index_select(2, index)
+
+    def put_rows(self, columns: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what `rows` gave back to `columns`."""
+        index = torch.from_numpy(columns).to(self._keys.device)
+        with torch.no_grad():
+            self._keys.index_copy_(2, index, keys)
+            self._values.index_copy_(2, index, values)
 
     def bind(self, keys: torch.Tensor | None, values: torch.Tensor | None) -> None:
         """Lay the layer over `[batch, kv_heads, capacity, head_dim]` tensors."""
@@ -75,6 +88,9 @@ class ViewLayer(CacheLayerMixin):
         if self._keys is None or stop > self._keys.shape[2] or key_states.shape[0] != self._keys.shape[0]:
             view.reserve(key_states.shape[0], stop)
         self.length = stop
+        if view.watch is not None:
+            columns = np.arange(start, stop) if slots is None else view.columns
+            view.watch.see(self, columns, key_states, value_states)
         # a model-wide mask fits the rows that `get_mask_sizes` announced: a window's worth for contiguous queries
         first = 0 if self.window is None or slots is not None else max(0, stop - queries - self.window + 1)
         keys = _write(self._keys, key_states, slots, start, first, stop)
@@ -175,16 +191,18 @@ class View(Cache):
         shapes, windows = capability.layers, capability.windows
         super().__init__(
             layers=[
-                NoRows(self, None) if shape is None else ViewLayer(self, window)
-                for shape, window in zip(shapes, windows, strict=True)
+                NoRows(self, None, index) if shape is None else ViewLayer(self, window, index)
+                for index, (shape, window) in enumerate(zip(shapes, windows, strict=True))
             ]
         )
         self.own_layers = [layer for layer in self.layers if not isinstance(layer, NoRows)]
         self.store = store
         self.shelf = shelf
         self._lease: list[Extent | None] = [None]  # shared with the finalizer of a view that was handed out
-        self.slots: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None  # columns of a scattered forward, on the device ...
+        self.columns: np.ndarray | None = None  # ... and on the host
         self.total = 0
+        self.watch = None  # a `RowWatch` that sees rows before they are written over
         self.prompt_columns = 0  # columns that all beams of one prompt share
         self.group = 1  # batch rows per prompt of the caller's
         self.fed: list[torch.Tensor] = []  # token ids of every forward, [batch, queries]
@@ -261,12 +279,17 @@ class View(Cache):
     @contextmanager
     def scatter(self, columns: np.ndarray, total: int):
         """Inside, an update writes its queries to `columns` and hands out columns [0, total)."""
-        device = self.own_layers[0].device
-        self.slots, self.total = torch.from_numpy(columns).to(device), total
+        self.total = total
+        self.place(columns)
         try:
             yield
         finally:
-            self.slots = None
+            self.slots = self.columns = None
+
+    def place(self, columns: np.ndarray) -> None:
+        """From here on in a scattered forward, updates write to `columns`."""
+        self.columns = columns
+        self.slots = torch.from_numpy(columns).to(self.own_layers[0].device)
 
     def set_length(self, length: int) -> None:
         """Columns [0, length) are filled."""

@@ -11,8 +11,9 @@ TIERS = [
     {"config"},
     {"kernels", "rope", "masks", "regimes"},
     {"store"},
-    {"view", "planning", "repair", "capability", "identity", "attention", "report"},
-    {"prompt", "measurement"},
+    {"view", "planning", "repair", "capability", "identity", "attention", "report", "bound"},
+    {"prompt", "measurement", "narrowing"},
+    {"signals", "filtering", "escalation"},
     {"passes"},
     {"request"},
     {"learn", "generation"},
@@ -31,15 +32,18 @@ PART_OF = {
     "inputs": "prompt",
     "capabilities": "measurement",
     "calls": "generation",
+    "calibrating": "cache",
     "comparison": "cache",
     "healing": "passes",
     "settling": "cache",
     "registration": "cache",
     "diagnosis": "cache",
+    "settling": "cache",
+    "tracing": "cache",
 }
 FORBIDDEN = {("generation", "store"): "generation knows a store by its open_view method only"}
 MAY_NAME_TRANSFORMERS = {"__main__", "cache", "view", "generation", "attention", "capability", "measurement", "learn"}
-WITHOUT_TORCH = {"config", "planning", "repair", "report"}
+WITHOUT_TORCH = {"config", "planning", "repair", "report", "bound"}
 
 
 def module_of(path: Path) -> str:
