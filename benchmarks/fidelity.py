@@ -6,6 +6,10 @@ Parts, by name (`--part`, several by comma):
 * `references`: full prefill of the prompts, computed once and kept; every other part does this for itself.
 * `headline`: the default against CacheBlend's and EPIC's policy, by source of the rows, on `passages`.
 * `f1`: answers of the default against those of full prefill, on `passages`.
+* `levels`: all workloads at every level of repair. `builtin` fits the package's built-in calibration on that, `bound`
+  measures coverage and cost of `max_kl` on held-out prompts, `spot` checks real calls.
+* `factors`: policies, sources and settings, one at a time, on `passages`.
+* `extras`: what `settle` and `heal_rows` cost and give.
 
     python -m benchmarks.fidelity --part headline --n 100
     python -m benchmarks.fidelity --part headline --model gemma --n 100
@@ -21,6 +25,9 @@ from tqdm import tqdm
 
 from benchmarks import workloads
 from benchmarks.common import MODELS, Options, Results, load_model, parse
+from benchmarks.fidelity_bound import bound, builtin, levels, spot
+from benchmarks.fidelity_extras import extras
+from benchmarks.fidelity_factors import factors
 from benchmarks.fidelity_headline import answers, headline
 from benchmarks.fidelity_runs import References
 
@@ -59,7 +66,17 @@ def references(model, tokenizer, options: FidelityOptions, results: Results) -> 
             store.get(case.measured)
 
 
-PARTS = {"references": references, "headline": headline, "f1": answers}
+PARTS = {
+    "references": references,
+    "headline": headline,
+    "f1": answers,
+    "levels": levels,
+    "builtin": builtin,
+    "bound": bound,
+    "spot": spot,
+    "factors": factors,
+    "extras": extras,
+}
 
 if __name__ == "__main__":
     main()

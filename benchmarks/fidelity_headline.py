@@ -11,6 +11,7 @@ from benchmarks.fidelity_cells import CACHEBLEND, DEFAULT, EPIC, HEADLINE, Cell,
 from benchmarks.fidelity_runs import References, in_chunks, spoken, stop_tokens
 from benchmarks.scores import contained, f1, grouped_bootstrap
 from benchmarks.sources import cache_home
+from benchmarks.workloads import Case
 
 TARGET = 0.25  # of CacheBlend's and EPIC's mean KL
 F1_TARGET = -0.03
@@ -31,17 +32,16 @@ def journal(options) -> Journal:
     return Journal(cache_home() / "fidelity" / f"{options.model}.jsonl", {"model": options.model})
 
 
-def measured(model, tokenizer, options, name: str, cells: tuple[Cell, ...], share: int = 4, **settings) -> list[dict]:
+def measured(model, tokenizer, options, cases: list[Case], cells: tuple[Cell, ...], **settings) -> list[dict]:
     """
-    Every case of a workload in every cell: one dict a case, of a dict by cell name, `NOISE`, and `"group"`.
+    Every case in every cell: one dict a case, of a dict by cell name, `NOISE`, and `"group"`.
 
     Args:
-        share (`int`): Most cases of one stored request.
         settings: Settings of the stores.
     """
     done, references = journal(options), References(model, options.model, options.forced)
     found, stores = [], None
-    for case in tqdm(workloads.cases(name, tokenizer, options.n, options.seed, share), desc=name):
+    for case in tqdm(cases, desc=cases[0].workload):
         if stores is None or stores.case.stored != case.stored or stores.case.alone != case.alone:
             stores = Stores(model, tokenizer, case, **settings)
         part = {"case": case.measured, "stored": case.stored, "alone": case.alone, "forced": options.forced}
@@ -63,7 +63,8 @@ def measured(model, tokenizer, options, name: str, cells: tuple[Cell, ...], shar
 def headline(model, tokenizer, options, results: Results) -> None:
     """The named cells on `passages`, with intervals of their means and of ratios of means."""
     for name in (options.workload or "passages").split(","):
-        rows = measured(model, tokenizer, options, name, HEADLINE)
+        cases = workloads.cases(name, tokenizer, options.n, options.seed)
+        rows = measured(model, tokenizer, options, cases, HEADLINE)
         write_cells(rows, name, options, results, (NOISE, *(cell.name for cell in HEADLINE)))
         write_ratios(rows, name, results)
 
