@@ -15,6 +15,7 @@ from .predictor import MIN_PROMPTS, Predictor, numbers
 FIT_SHARE = 0.4  # of the prompts; the others set the margin, and margins want many
 ORIGINS = ("prompts", "builtin", "none")
 NO_LABEL = "all"
+MARGINS_KEPT = 256
 BUILTIN = Path(__file__).with_name("builtin.json")
 
 
@@ -232,13 +233,17 @@ class Calibration:
     def _margin(self, group: tuple[str, ...], bound, alpha) -> float:
         """Margin set on the prompts of the labels `group`. Kept: it costs milliseconds for each hundred prompts."""
         key = (group, float(bound), alpha)
-        if key not in self._margins:
+        found = self._margins.get(key)  # one look: another thread may clear
+        if found is None:
             if not group:
                 return math.inf
             base = np.concatenate([self.samples[label].base for label in group])
             kls = np.concatenate([self.samples[label].kls for label in group])
-            self._margins[key] = conformal.margin(forecasts(base, self.predictor.drops), kls, bound, alpha)
-        return self._margins[key]
+            if len(self._margins) >= MARGINS_KEPT:  # a caller that asks for a new bound each time
+                self._margins.clear()
+            found = conformal.margin(forecasts(base, self.predictor.drops), kls, bound, alpha)
+            self._margins[key] = found
+        return found
 
 
 def builtin() -> Calibration:

@@ -138,6 +138,8 @@ class Predictor:
     @classmethod
     def from_dict(cls, data: dict) -> "Predictor":
         """The inverse of `to_dict`; `ValueError` where columns or levels are not this version's, or a value is off."""
+        if not isinstance(data, dict):
+            raise ValueError(f"a predictor must be an object with fields, got {data!r}.")
         for name, ours in (("columns", COLUMNS), ("levels", APPROXIMATE)):
             if data.get(name) != list(ours):
                 raise ValueError(f"the predictor's {name} {data.get(name)!r} are not this version's, {list(ours)}.")
