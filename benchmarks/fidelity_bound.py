@@ -114,7 +114,7 @@ def walk_rows(item: Traced, visited: tuple[str, ...]) -> float:
     again; where levels are left out, the next one adds what they would have, but runs the new rows only once.
     """
     trace, places = item.trace, [LEVEL_NAMES.index(level) for level in visited]
-    total = trace[0].rows
+    total = direct_rows(item, visited[0])
     for before, after in zip(places, places[1:], strict=False):
         total += trace[after].rows - trace[after - 1].rows
         if after < len(trace) - 1:  # the full level runs all moved rows, whatever was added before
@@ -123,7 +123,9 @@ def walk_rows(item: Traced, visited: tuple[str, ...]) -> float:
 
 
 def direct_rows(item: Traced, level: str) -> float:
-    """Rows of a fixed level without the levels before it: one pass over the new rows and one that repairs."""
+    """
+    Rows of a fixed level without the levels before it: a pass over the new rows and one that repairs, or a full one.
+    """
     trace, place = item.trace, LEVEL_NAMES.index(level)
     if place == len(trace) - 1:
         return trace[-1].rows - trace[-2].rows
@@ -187,13 +189,20 @@ def bound(model, tokenizer, options, results: Results) -> None:
     for value in BOUNDS:
         for labelled in (True, False):
             ends = [
-                (item, conformal.walk(made.predictor, item.trace, value, made.margin(value, label)))
+                (item, ended(made, item, value, label))
                 for made, held in fitted
                 for item in held
                 for label in [item.workload if labelled else None]
             ]
             write_coverage(ends, value, "labelled" if labelled else "pooled", results)
     write_ranks(fitted, results)
+
+
+def ended(made: Calibration, item: Traced, value: float, label: str | None) -> conformal.Walk:
+    """Where a call with this calibration ends. Where nothing but full can pass, the engine tries nothing else."""
+    if made.always_full(value, label):
+        return conformal.Walk(item.trace[-1], (LEVEL_NAMES[-1],))
+    return conformal.walk(made.predictor, item.trace, value, made.margin(value, label))
 
 
 def write_coverage(ends: list[tuple], value: float, how: str, results: Results) -> None:

@@ -9,53 +9,14 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from benchmarks import plot_fidelity
+from benchmarks.common import RESULTS, read_rows
+from benchmarks.drawing import BLUE, GREY, ORANGE, TARGET, Table, bars
 
-from benchmarks.common import RESULTS, read_rows  # noqa: E402
-
-# blue is the package, orange and grey what it is held against, dark red a target
-BLUE, ORANGE, GREY, TARGET = "#005faf", "#ffaf00", "#9a9a9a", "#af0000"
 VARIANTS = ("balanced", "fast", "no repair", "no rotation")
-
-
-class Table:
-    """Rows of one CSV, looked up by case and metric; `by_model` has a table for each model and dtype in it."""
-
-    def __init__(self, rows: list[dict]):
-        self.all = rows
-        self.rows = {(row["case"], row["metric"]): row for row in rows}
-        self.cases = list(dict.fromkeys(row["case"] for row in rows))
-
-    def by_model(self) -> dict[tuple[str, str], "Table"]:
-        """Tables of the rows of one `(model, dtype)` each, in the CSV's order."""
-        keys = dict.fromkeys((row["model"], row["dtype"]) for row in self.all)
-        return {key: Table([row for row in self.all if (row["model"], row["dtype"]) == key]) for key in keys}
-
-    def has(self, case: str, metric: str) -> bool:
-        return (case, metric) in self.rows
-
-    def value(self, case: str, metric: str) -> float:
-        return float(self.rows[case, metric]["value"])
-
-    def errors(self, case: str, metric: str) -> tuple[float, float]:
-        """How far the interval reaches below and above the value; 0 where the row has none."""
-        row = self.rows[case, metric]
-        value = float(row["value"])
-        low, high = (float(row[name]) if row[name] else value for name in ("low", "high"))
-        return max(value - low, 0.0), max(high - value, 0.0)
-
-    def caption(self) -> str:
-        """With what the figures were measured."""
-        row = self.all[-1]
-        models, dtypes = (list(dict.fromkeys(other[name] for other in self.all)) for name in ("model", "dtype"))
-        model = " and ".join(models) if len(models) < 3 else f"{len(models)} models"
-        where = f"{row['machine']}, {row['threads']} threads"
-        versions = f"torch {row['torch']}, transformers {row['transformers']}"
-        return f"{model}, {' and '.join(dtypes)}, {where}, {versions}, {row['date']}"
 
 
 def main() -> None:
@@ -64,12 +25,13 @@ def main() -> None:
     folder = parser.parse_args().folder
     drawn = 0
     for name, draw in DRAWINGS.items():
-        rows = read_rows(folder / f"{name}.csv")
-        if not rows:
-            print(f"{name}: no {name}.csv in the folder, nothing to draw")
-            continue
+        csv = name.split("-")[0]
+        rows = read_rows(folder / f"{csv}.csv")
         table = Table(rows)
-        figure = draw(table)
+        figure = draw(table) if rows else None
+        if figure is None:
+            print(f"{name}: nothing in {csv}.csv to draw")
+            continue
         figure.text(0.01, 0.01, table.caption(), fontsize=6, color="#555555")
         figure.tight_layout(rect=(0, 0.03, 1, 1))
         path = folder / f"{name}.png"
@@ -191,26 +153,16 @@ def draw_oracles(table: Table) -> Figure:
     return figure
 
 
-def bars(axis, table: Table, cases: list[str], metric: str, colours: list[str]) -> None:
-    """One bar with its interval and its figure for each case."""
-    if not cases or not all(table.has(case, metric) for case in cases):
-        axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes)
-        axis.set_axis_off()
-        return
-    values = [table.value(case, metric) for case in cases]
-    errors = list(zip(*(table.errors(case, metric) for case in cases), strict=True))
-    axis.bar(range(len(cases)), values, yerr=errors, color=colours, width=0.7, capsize=3)
-    for place, value in enumerate(values):
-        axis.text(place, value, f" {value:.3g}", ha="left", va="bottom", fontsize=7)
-    axis.set_xticks(range(len(cases)), [case.replace(", ", ",\n") for case in cases], fontsize=7)
-
-
-DRAWINGS: dict[str, Callable[[Table], Figure]] = {
+# CSV, or CSV and question: how it is drawn; None where the rows for it are not there
+DRAWINGS: dict[str, Callable[[Table], Figure | None]] = {
     "reorder": draw_reorder,
     "flips": draw_flips,
     "nothing_in_common": draw_nothing_in_common,
     "chat": draw_chat,
     "oracles": draw_oracles,
+    "fidelity": plot_fidelity.draw_cells,
+    "fidelity-bound": plot_fidelity.draw_bound,
+    "fidelity-factors": plot_fidelity.draw_factors,
 }
 
 if __name__ == "__main__":
