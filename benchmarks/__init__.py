@@ -8,6 +8,7 @@ first, shows progress, and puts its rows into `benchmarks/results/<benchmark>.cs
 | module | question |
 |---|---|
 | `reorder` | passages in a new order behind a changed head: how close is the answer, how many rows run, how soon |
+| `fidelity` | how far are answers from full prefill, by policy, source and setting; does `max_kl` hold |
 | `nothing_in_common` | what does the cache cost a prompt that it can't help |
 | `chat` | does a turn cost what its new text costs, and is that never slower than deep-copying a cache |
 | `flips` | do exact hits change what is generated, in fp32 and in bf16, and how often does stock itself |

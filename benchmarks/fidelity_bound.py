@@ -1,11 +1,11 @@
 """
 Parts `levels`, `builtin`, `bound` and `spot` of the fidelity benchmark: does the bound hold, and what does it cost?
 
-`levels` runs every workload's prompts at every level of repair and writes what was seen to `fidelity/<model>-traces.json`
-in the cache folder. `builtin` and `bound` read that file: the first fits the package's built-in values, the second
-measures coverage on held-out prompts, by cross-validation. `spot` checks real calls with `max_kl` on the last prompts
-of each workload, calibrated on the others.
-"""  # noqa: E501
+`levels` runs every workload's prompts at every level of repair and writes what was seen to `fidelity/<model>-traces/`
+in the cache folder, whatever package it was that traced them. `builtin` and `bound` read these files: the first fits
+the package's built-in values, the second measures coverage on held-out prompts, by cross-validation. `spot` checks
+real calls with `max_kl` on the last prompts of each workload, calibrated on the others.
+"""
 
 import json
 import math
@@ -44,9 +44,9 @@ class Traced:
     trace: list[LevelTrace]
 
 
-def traces_path(options) -> Path:
-    """The file of a model's traces."""
-    return cache_home() / "fidelity" / f"{options.model}-traces.json"
+def traces_path(options, workload: str) -> Path:
+    """The file of one workload's traces: one each, so that several processes can trace at once."""
+    return cache_home() / "fidelity" / f"{options.model}-traces" / f"{workload}.json"
 
 
 def names(options) -> list[str]:
@@ -58,8 +58,7 @@ def levels(model, tokenizer, options, results: Results) -> None:
     """Trace the workloads; prompts of one workload are independent of one another (one of each group)."""
     from hf_suffix_cache.tracing import trace
 
-    done, path = journal(options), traces_path(options)
-    kept = json.loads(path.read_text())["traces"] if path.exists() else {}
+    done = journal(options)
     for name in names(options):
         found = []
         cases = workloads.cases(name, tokenizer, options.n, options.seed, share=1)
@@ -73,10 +72,10 @@ def levels(model, tokenizer, options, results: Results) -> None:
             taken = done.record(["levels", case.measured, case.stored], run)["trace"]
             if taken is not None:
                 found.append({"number": number, "prompt": len(case.measured), "trace": taken})
-        kept[name] = {"package": package_version(), "n": len(cases), "traces": found}
+        path = traces_path(options, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"traces": kept}))
+        partial.write_text(json.dumps({"package": package_version(), "n": len(cases), "traces": found}))
         partial.replace(path)
         write_levels(name, traced(options, [name]), results)
 
@@ -93,11 +92,10 @@ def write_levels(name: str, found: list[Traced], results: Results) -> None:
 
 def traced(options, chosen: list[str]) -> list[Traced]:
     """What `levels` wrote of the chosen workloads."""
-    path = traces_path(options)
-    kept = json.loads(path.read_text())["traces"] if path.exists() else {}
-    absent = [name for name in chosen if name not in kept]
+    absent = [name for name in chosen if not traces_path(options, name).exists()]
     if absent:
-        raise RuntimeError(f"no traces of {absent} in {path.name}: run --part levels --workload {','.join(absent)}.")
+        raise RuntimeError(f"there are no traces of {absent}: run --part levels --workload {','.join(absent)}.")
+    kept = {name: json.loads(traces_path(options, name).read_text()) for name in chosen}
     return [
         Traced(name, item["number"], item["prompt"], [LevelTrace(**step) for step in item["trace"]])
         for name in chosen
