@@ -113,12 +113,10 @@ class Healer:
         return changed
 
 
-def obstacle(model, batch_rows: int, chunk: int | None, drafts: bool, capability: Capability) -> str | None:
-    """Why a call's rows can't be healed, to be said behind "nothing was healed: "; None if they can."""
+def obstacle(model, batch_rows: int, chunk: int | None, capability: Capability) -> str | None:
+    """Why a call's rows can't be healed; None if they can."""
     if batch_rows > 1:
-        return "batches and beams are decoded without healing"
-    if drafts:
-        return "drafts are checked several tokens at a time"
+        return "batches and beams run the same columns of every row"
     if capability.length_dependent:
         return "the rotary frequencies depend on the length of the text"
     if chunk == 1:

@@ -194,26 +194,31 @@ class Request:
         if other_types or (self.watch and not self.same_model()):
             self._store_up_to(self._before)
         if self._heals and self._healer is None:
-            self._begin_healing(model, kwargs)
+            self._begin_healing(model)
         if self._healer is None:
             return kwargs
         if self.storable is not None:
             self._healer.stop()
+        if kwargs["input_ids"].shape[1] > 1:
+            self._say_unhealed("several drafts are checked at a time")
         return self._healer.prepare(model, kwargs, self._open)
 
-    def _begin_healing(self, model, kwargs: dict) -> None:
+    def _begin_healing(self, model) -> None:
         """At the first later forward: a healer if there is something to heal, or the reason why not."""
         self._heals = False
         if self.batch is None or all(row.exact == len(row.ids) for row in self.rows):
             return
-        drafts = kwargs["input_ids"].shape[1] > 1
-        reason = obstacle(model, self.batch.rows, self.chunk, drafts, self.capability)
+        reason = obstacle(model, self.batch.rows, self.chunk, self.capability)
         if reason is not None:
-            before = f"{self.report.reason}; " if self.report.reason else ""
-            self.report.reason = f"{before}nothing was healed: {reason}"
+            self._say_unhealed(reason)
             return
         rows = min(self.config.heal_rows, self.chunk - 1) if self.chunk else self.config.heal_rows
         self._healer = Healer(self.view, self.rows[0], self.capability, rows, self.config.heal_order)
+
+    def _say_unhealed(self, why: str) -> None:
+        reason = f"rows were decoded without healing: {why}"
+        if reason not in (self.report.reason or ""):
+            self.report.reason = f"{self.report.reason}; {reason}" if self.report.reason else reason
 
     def forwarded(self, whole: bool) -> None:
         """

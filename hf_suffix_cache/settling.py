@@ -77,6 +77,8 @@ def exact_rerun(handle, model, ids, store: bool = True, with_types: bool = False
 
 def settle(handle, model) -> Settlement:
     """See `SuffixCache.settle`."""
+    if model.training:  # nothing of what is stored is this model's
+        raise UnsupportedModelError("a model in training mode can't be settled; call model.eval() first.")
     found = next(iter(handle.approximate_conversations(model)), None)
     if found is None:
         return Settlement()

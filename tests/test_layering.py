@@ -38,7 +38,6 @@ PART_OF = {
     "settling": "cache",
     "registration": "cache",
     "diagnosis": "cache",
-    "settling": "cache",
     "tracing": "cache",
 }
 FORBIDDEN = {("generation", "store"): "generation knows a store by its open_view method only"}
