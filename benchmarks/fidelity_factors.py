@@ -41,7 +41,12 @@ def factor_cells() -> dict[str, tuple[Cell, ...]]:
     """Cells of each factor."""
     return {
         "policy": tuple(
-            Cell(f"policy: {name}", "live", lambda policy=policy: policy, PUBLISHED if name == "none" else {}, False)
+            Cell(
+                f"policy: {name}",
+                policy=lambda policy=policy: policy,
+                settings=PUBLISHED if name.startswith(("none", "first", "deviation")) else {},
+                moves=False,
+            )
             for name, policy in policies().items()
         ),
         "source": tuple(Cell(f"source: {source}", source) for source in SOURCES),

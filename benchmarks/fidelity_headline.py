@@ -16,7 +16,7 @@ from benchmarks.workloads import Case
 TARGET = 0.25  # of CacheBlend's and EPIC's mean KL
 F1_TARGET = -0.03
 ANSWER_TOKENS = 16
-NOISE = "full prefill, two forwards"
+NOISE, NOISE_PROMPTS = "full prefill, two forwards", 20
 RATIOS = (
     (DEFAULT, CACHEBLEND),
     (DEFAULT, EPIC),
@@ -34,14 +34,14 @@ def journal(options) -> Journal:
 
 def measured(model, tokenizer, options, cases: list[Case], cells: tuple[Cell, ...], **settings) -> list[dict]:
     """
-    Every case in every cell: one dict a case, of a dict by cell name, `NOISE`, and `"group"`.
+    Every case in every cell: one dict a case, of a dict by cell name, `"group"`, and for the first ones `NOISE`.
 
     Args:
         settings: Settings of the stores.
     """
     done, references = journal(options), References(model, options.model, options.forced)
     found, stores = [], None
-    for case in tqdm(cases, desc=cases[0].workload):
+    for number, case in enumerate(tqdm(cases, desc=cases[0].workload)):
         if stores is None or stores.case.stored != case.stored or stores.case.alone != case.alone:
             stores = Stores(model, tokenizer, case, **settings)
         part = {"case": case.measured, "stored": case.stored, "alone": case.alone, "forced": options.forced}
@@ -50,9 +50,13 @@ def measured(model, tokenizer, options, cases: list[Case], cells: tuple[Cell, ..
             full = references.get(case.measured)
             return in_chunks(model, case.measured, full.ids).against(full)
 
-        row = {"group": case.group, NOISE: done.record([part, NOISE], noise)}
+        row = {"group": case.group}
+        if number < NOISE_PROMPTS:
+            row[NOISE] = done.record([part, NOISE], noise)
         for cell in cells:
-            key = [part, cell.source, repr(cell.policy and cell.policy()), cell.settings, settings]
+            if number >= cell.most:
+                continue
+            key = [part, cell.source, cell.policy_key, cell.settings, settings]
             row[cell.name] = done.record(
                 key, lambda stores=stores, case=case, cell=cell: measure(stores, case, cell, references)
             )
@@ -71,7 +75,6 @@ def headline(model, tokenizer, options, results: Results) -> None:
 
 def write_cells(rows: list[dict], workload: str, options, results: Results, cells: tuple[str, ...]) -> None:
     """Means over the prompts of each cell, with 95 % intervals drawn over groups."""
-    groups = [row["group"] for row in rows]
     metrics = (
         ("first", "KL first token, mean", "nats"),
         ("forced", f"KL over {options.forced - 1} forced tokens, mean", "nats"),
@@ -81,7 +84,8 @@ def write_cells(rows: list[dict], workload: str, options, results: Results, cell
         ("shifted", "tokens served moved", "share"),
     )
     for cell in cells:
-        taken = [row[cell] for row in rows]
+        taken = [row[cell] for row in rows if cell in row]
+        groups = [row["group"] for row in rows if cell in row]
         note = f"{workload}; 95 % bootstrap over {len(set(groups))} groups"
         for key, metric, unit in metrics:
             if key in taken[0]:
