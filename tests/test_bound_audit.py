@@ -24,6 +24,11 @@ def test_every_so_many_th_request_is_audited(rate, first):
     assert found[:3] == first and len(found) == round(1000 * rate)
 
 
+@pytest.mark.parametrize("percent", range(1, 101))
+def test_hundred_requests_have_as_many_audits_as_the_rate_has_percent(percent):
+    assert len(audited(Auditor(percent / 100), 100)) == percent  # 100 * 0.29 is less than 29 in floating point
+
+
 def test_choosing_touches_no_random_generator():
     random.seed(1)
     np.random.seed(1)

@@ -220,15 +220,16 @@ def test_save_and_load_round_trip(calibration, tmp_path):
     assert Calibration.load(path).origin == "none"
 
 
-def test_failed_save_leaves_the_old_file_and_nothing_else(calibration, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_failed_save_leaves_the_old_file_and_nothing_else(calibration, tmp_path, monkeypatch, step):
     path = tmp_path / "calibration.json"
     calibration.save(path)
     before = path.read_bytes()
 
-    def full_disk(handle):
+    def full_disk(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(os, "fsync", full_disk)
+    monkeypatch.setattr(os, step, full_disk)
     with pytest.raises(OSError, match="no space"):
         Calibration.none().save(path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["calibration.json"]

@@ -239,6 +239,14 @@ def test_margin_at_the_ends_of_the_range_of_bounds(predictor):
     assert (ends(worse, 1e6, huge) > 0).all()  # worse than any that was calibrated: not accepted unseen
 
 
+def test_kl_that_is_no_number_breaks_every_bound(predictor):
+    prompts = synthetic_prompts(30, 13)
+    predicted, kls = forecasts(base_predictions(predictor, prompts), predictor.drops), true_kls(prompts)
+    unknown, huge = kls.copy(), kls.copy()
+    unknown[::3, :-1], huge[::3, :-1] = math.nan, 1e9
+    assert margin(predicted, unknown, 0.1, 0.1) == margin(predicted, huge, 0.1, 0.1) > margin(predicted, kls, 0.1, 0.1)
+
+
 def test_margins_differ_by_bound_so_each_is_set_for_itself(pool):
     predicted, kls = pool[0][:60], pool[1][:60]
     assert len({margin(predicted, kls, bound, 0.1) for bound in BOUNDS}) == 3

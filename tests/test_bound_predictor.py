@@ -43,6 +43,16 @@ def test_control_features_without_a_signal_do_not_rank():
     assert fitted.ridge >= 100.0  # cross-validation shrinks what does not help
 
 
+def test_cross_validation_keeps_the_levels_of_a_prompt_together():
+    """Each prompt has features of its own, the same at all levels: a fold by rows would learn prompts by heart."""
+    random, prompts = np.random.default_rng(14), []
+    for _ in range(24):
+        features, kl = {name: random.normal() for name in FEATURES}, math.exp(random.normal(-3, 1.5))
+        prompts.append([LevelTrace(level, features, kl, 1.0) for level in APPROXIMATE])
+        prompts[-1].append(LevelTrace("full", {}, 0.0, 1.0))
+    assert Predictor.fit(prompts).ridge >= 100.0
+
+
 def test_fit_equals_the_normal_equations_solved_the_long_way(predictor):
     """Slopes against a least-squares solution with the penalty written as extra rows."""
     prompts = synthetic_prompts(60, 1)

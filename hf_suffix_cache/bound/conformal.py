@@ -162,7 +162,7 @@ def _chosen(predicted: np.ndarray, log_bound: float, margin) -> np.ndarray:
     if log_bound == -math.inf:
         return np.full(predicted.shape[:-1], predicted.shape[-1])
     # The slack is compared, never predicted + margin: the search takes margins from slacks, to the last bit.
-    passing = (log_bound - predicted >= margin) & (predicted < math.inf) & (np.asarray(margin) < math.inf)
+    passing = (log_bound - predicted >= margin) & (predicted < math.inf)
     return np.where(passing.any(-1), passing.argmax(-1), predicted.shape[-1])
 
 
