@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
 
 from . import generation
 from .attention import own_implementation
@@ -22,6 +21,7 @@ from .comparison import Comparison, compare
 from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names
 from .identity import Identity, IdentityTable, refusal
 from .inputs import Refused
+from .private import PrivateView
 from .regimes import RotaryRegimes
 from .registration import register
 from .report import CacheStats, ReuseReport
@@ -62,7 +62,7 @@ class _Owned:
         )
 
 
-class SuffixCache(Cache):
+class SuffixCache(PrivateView):
     """
     A store of computed rows, passed to `generate` as its cache: text that an earlier call has run through the model is
     not prefilled again, wherever it stands in the prompt.
@@ -97,7 +97,7 @@ class SuffixCache(Cache):
         self._calls: list[int] = [0]
         self._counts = True
         self._levels: list | None = None
-        super().__init__(layer_class_to_replicate=DynamicLayer)
+        super().__init__()
 
     # -- handles and reports ------------------------------------------------------------------------------------
 
@@ -405,50 +405,6 @@ class SuffixCache(Cache):
 
     def __repr__(self) -> str:
         return f"SuffixCache(fidelity={self.config.fidelity!r}, {self.stats})"
-
-    # -- straight in a forward ----------------------------------------------------------------------------------
-    # `model(ids, cache=SuffixCache())` has no call to hook, so it gets a private list of transformers' own layers.
-
-    @property
-    def layers(self) -> list:
-        """Layers of this thread's private view."""
-        if not hasattr(self._thread, "layers"):
-            self._thread.layers = []
-        return self._thread.layers
-
-    @layers.setter
-    def layers(self, value: list) -> None:
-        self._thread.layers = value
-
-    @property
-    def _is_user_defined(self) -> bool:
-        """What transformers' own generate asks of a cache that it was given."""
-        return True
-
-    @_is_user_defined.setter
-    def _is_user_defined(self, value: bool) -> None:
-        # only a generate without our wrapper (after `uninstall`) sets this, at its start: a new sequence begins, and
-        # rows of the one before would be taken for its prompt's
-        self.reset()
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
-        """Grow the private view; `ValueError` for what does not continue it, since masks are made before this."""
-        if layer_idx == 0 and self.layers and self.get_seq_length():
-            positions = (kwargs.get("kwargs") or {}).get("position_ids")
-            restarted = positions is not None and int(positions.min()) == 0 and positions.shape[-1] > 1
-            if restarted or key_states.shape[0] != self.layers[0].keys.shape[0]:
-                length = self.get_seq_length()
-                raise ValueError(
-                    f"this forward starts a new sequence, but the SuffixCache holds {length} tokens of another. "
-                    "Call reset() first, pass a fresh SuffixCache, or use attach(model) to serve plain forwards."
-                )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def reset(self) -> None:
-        """End this thread's private view."""
-        self._thread.layers = []
-
-    get_max_cache_shape = Cache.get_max_length
 
 
 def _check_model(model) -> None:

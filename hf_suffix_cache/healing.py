@@ -38,7 +38,7 @@ class Healer:
         self.num_healed = 0
         self._pad = row.pad
         self._healed = np.zeros(row.pad + len(row.ids), dtype=bool)
-        approximate = (row.kinds == CARRIED) | (row.kinds == SHIFTED)
+        approximate = (row.kinds == CARRIED) | (row.kinds == SHIFTED) | row.partial
         self._wanted = np.concatenate([np.zeros(row.pad, dtype=bool), approximate & (order == "attention")])
         self._seen = np.zeros(len(self._wanted))  # attention of the newest tokens to each prompt column
         self._probe: Probe | None = None
@@ -113,15 +113,20 @@ class Healer:
         return changed
 
 
-def obstacle(model, batch_rows: int, chunk: int | None, capability: Capability) -> str | None:
-    """Why a call's rows can't be healed; None if they can."""
-    if batch_rows > 1:
-        return "batches and beams run the same columns of every row"
-    if capability.length_dependent:
-        return "the rotary frequencies depend on the length of the text"
-    if chunk == 1:
-        return "prefill_chunk_size=1 leaves room for the new token alone"
+def make_healer(
+    model, view: View, rows: list[PlannedRow], capability: Capability, config, chunk: int | None
+) -> tuple[Healer | None, str | None]:
+    """What heals a call's rows, or None; and why they can't be healed, or None (also if there is nothing to heal)."""
+    if all(row.exact == len(row.ids) for row in rows):
+        return None, None
     compiled = vars(model).get("_compiled_call_impl") or hasattr(model.forward, "_torchdynamo_orig_callable")
+    if view.extent.batch > 1:
+        return None, "batches and beams run the same columns of every row"
+    if capability.length_dependent:
+        return None, "the rotary frequencies depend on the length of the text"
+    if chunk == 1:
+        return None, "prefill_chunk_size=1 leaves room for the new token alone"
     if compiled:
-        return "the model is compiled, and other shapes than a token's would be compiled anew"
-    return None
+        return None, "the model is compiled, and other shapes than a token's would be compiled anew"
+    num_rows = min(config.heal_rows, chunk - 1) if chunk else config.heal_rows
+    return Healer(view, rows[0], capability, num_rows, config.heal_order), None

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import numpy as np
 import torch
 
-from .healing import Healer, obstacle
+from .healing import Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .passes import Passes, logits_of
 from .prompt import CARRIED, PlannedRow
@@ -193,8 +193,10 @@ class Request:
         other_types = (types is not None) != self.with_types or (types is not None and bool((types != 0).any()))
         if other_types or (self.watch and not self.same_model()):
             self._store_up_to(self._before)
-        if self._heals and self._healer is None:
-            self._begin_healing(model)
+        if self._heals and self.rows:
+            self._heals = False
+            self._healer, reason = make_healer(model, self.view, self.rows, self.capability, self.config, self.chunk)
+            self._say_unhealed(reason)
         if self._healer is None:
             return kwargs
         if self.storable is not None:
@@ -203,21 +205,9 @@ class Request:
             self._say_unhealed("several drafts are checked at a time")
         return self._healer.prepare(model, kwargs, self._open)
 
-    def _begin_healing(self, model) -> None:
-        """At the first later forward: a healer if there is something to heal, or the reason why not."""
-        self._heals = False
-        if self.batch is None or all(row.exact == len(row.ids) for row in self.rows):
-            return
-        reason = obstacle(model, self.batch.rows, self.chunk, self.capability)
-        if reason is not None:
-            self._say_unhealed(reason)
-            return
-        rows = min(self.config.heal_rows, self.chunk - 1) if self.chunk else self.config.heal_rows
-        self._healer = Healer(self.view, self.rows[0], self.capability, rows, self.config.heal_order)
-
-    def _say_unhealed(self, why: str) -> None:
+    def _say_unhealed(self, why: str | None) -> None:
         reason = f"rows were decoded without healing: {why}"
-        if reason not in (self.report.reason or ""):
+        if why is not None and reason not in (self.report.reason or ""):
             self.report.reason = f"{self.report.reason}; {reason}" if self.report.reason else reason
 
     def forwarded(self, whole: bool) -> None:

@@ -36,6 +36,7 @@ PART_OF = {
     "comparison": "cache",
     "healing": "passes",
     "settling": "cache",
+    "private": "cache",
     "registration": "cache",
     "diagnosis": "cache",
     "tracing": "cache",
