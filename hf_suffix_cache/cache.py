@@ -173,8 +173,8 @@ class SuffixCache(PrivateView):
     def answered(self, model: PreTrainedModel, request: Request) -> None:
         """A `generate` call's answer is out, and reported."""
         if self.config.settle:
-            settler = self._owned.settler if self.config.settle == "background" else None
-            settle_answer(self, model, request, settler, self._revival())
+            background = self.config.settle == "background"
+            settle_answer(model, request, self._owned.settler, background, self._revival())
 
     def _revival(self) -> Callable[[], "SuffixCache | None"]:
         """What makes a handle like this one again, without keeping the store alive until then."""

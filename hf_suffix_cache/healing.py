@@ -10,6 +10,7 @@ from .capability import Capability
 from .prompt import CARRIED, SHIFTED, PlannedRow
 from .view import View
 
+UNHEALED = "rows were decoded without healing"
 DECAY = 0.875  # of what earlier tokens attended to: about the newest eight count
 
 
@@ -79,7 +80,7 @@ class Healer:
         if self._probe is not None:
             attention = self._probe.attention()
             if attention is None:
-                self._wanted[:] = False  # it can't be read: from left to right then
+                self._wanted[:] = False  # nothing to go by after all: from left to right then
             else:
                 self._seen = DECAY * self._seen + attention[0, : len(self._seen)].numpy()
 
@@ -116,17 +117,19 @@ class Healer:
 def make_healer(
     model, view: View, rows: list[PlannedRow], capability: Capability, config, chunk: int | None
 ) -> tuple[Healer | None, str | None]:
-    """What heals a call's rows, or None; and why they can't be healed, or None (also if there is nothing to heal)."""
+    """What heals a call's rows, or None where they can't be; and what there is to say about that, one sentence."""
     if all(row.exact == len(row.ids) for row in rows):
         return None, None
     compiled = vars(model).get("_compiled_call_impl") or hasattr(model.forward, "_torchdynamo_orig_callable")
     if view.extent.batch > 1:
-        return None, "batches and beams run the same columns of every row"
+        return None, f"{UNHEALED}: batches and beams run the same columns of every row"
     if capability.length_dependent:
-        return None, "the rotary frequencies depend on the length of the text"
+        return None, f"{UNHEALED}: the rotary frequencies depend on the length of the text"
     if chunk == 1:
-        return None, "prefill_chunk_size=1 leaves room for the new token alone"
+        return None, f"{UNHEALED}: prefill_chunk_size=1 leaves room for the new token alone"
     if compiled:
-        return None, "the model is compiled, and other shapes than a token's would be compiled anew"
-    num_rows = min(config.heal_rows, chunk - 1) if chunk else config.heal_rows
-    return Healer(view, rows[0], capability, num_rows, config.heal_order), None
+        return None, f"{UNHEALED}: the model is compiled, and other shapes than a token's would be compiled anew"
+    num_rows, order, remark = min(config.heal_rows, chunk - 1) if chunk else config.heal_rows, config.heal_order, None
+    if order == "attention" and not capability.reads_attention:
+        order, remark = "left", "the model's attention can't be read: rows were healed from left to right"
+    return Healer(view, rows[0], capability, num_rows, order), remark

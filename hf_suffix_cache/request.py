@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import numpy as np
 import torch
 
-from .healing import Healer, make_healer
+from .healing import UNHEALED, Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .passes import Passes, logits_of
 from .prompt import CARRIED, PlannedRow
@@ -195,20 +195,20 @@ class Request:
             self._store_up_to(self._before)
         if self._heals and self.rows:
             self._heals = False
-            self._healer, reason = make_healer(model, self.view, self.rows, self.capability, self.config, self.chunk)
-            self._say_unhealed(reason)
+            self._healer, remark = make_healer(model, self.view, self.rows, self.capability, self.config, self.chunk)
+            self._remark(remark)
         if self._healer is None:
             return kwargs
         if self.storable is not None:
             self._healer.stop()
         if kwargs["input_ids"].shape[1] > 1:
-            self._say_unhealed("several drafts are checked at a time")
+            self._remark(f"{UNHEALED}: several drafts are checked at a time")
         return self._healer.prepare(model, kwargs, self._open)
 
-    def _say_unhealed(self, why: str | None) -> None:
-        reason = f"rows were decoded without healing: {why}"
-        if why is not None and reason not in (self.report.reason or ""):
-            self.report.reason = f"{self.report.reason}; {reason}" if self.report.reason else reason
+    def _remark(self, remark: str | None) -> None:
+        """Add to the report's reason, once."""
+        if remark is not None and remark not in (self.report.reason or ""):
+            self.report.reason = f"{self.report.reason}; {remark}" if self.report.reason else remark
 
     def forwarded(self, whole: bool) -> None:
         """

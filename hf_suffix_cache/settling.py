@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .capability import cache_argument, input_device
+from .capability import Capability, cache_argument, input_device
 from .config import UnsupportedModelError
 from .generation import at_uninstall, hooked
 from .inputs import Refused
@@ -88,24 +88,29 @@ def settle(handle, model) -> Settlement:
         raise UnsupportedModelError(f"this {type(model).__name__} can't be settled now: {refusal}.") from refusal
 
 
-def settle_answer(handle, model, request, settler: "Settler | None", revive: Callable) -> None:
+def settle_answer(model, request, settler: "Settler", background: bool, revive: Callable) -> None:
     """
-    Settle what a call has stored, newest row first: at once, or by a `settler` in the background. The answer is out,
-    so a fault is logged and not raised.
+    Settle what a call has stored, its last row first: at once, or in the background. The answer is out, so a fault is
+    logged and not raised.
 
-    `revive` gives the handle again, or None once its store is gone.
+    `revive` gives a handle of the call's scope, or None once its store is gone.
     """
-    approximate = [sequence for sequence in reversed(request.stored) if sequence.exact < len(sequence.ids)]
-    # forwards of these can't run side by side with what the caller runs meanwhile
-    alone = request.capability.length_dependent or any(hasattr(module, "_hf_hook") for module in model.modules())
-    for sequence in approximate:
-        if settler is not None and not alone:
-            settler.put(_Job(revive, weakref.ref(model), weakref.ref(sequence), request.with_types))
-            continue
-        try:
-            _settle(handle, model, sequence, request.with_types)
-        except Exception:
-            logger.warning("settling failed, the conversation stays approximate", exc_info=True)
+    approximate = [sequence for sequence in request.stored if sequence.exact < len(sequence.ids)]
+    jobs = [_Job(revive, weakref.ref(model), weakref.ref(each), request.with_types) for each in approximate]
+    if background and jobs and not _runs_alone(model, request.capability):
+        for job in jobs:
+            settler.put(job)
+    else:
+        for job in reversed(jobs):
+            job.run()
+
+
+def _runs_alone(model, capability: Capability) -> bool:
+    """
+    Whether forwards of the model can't run side by side with others of the caller's: frequencies that depend on the
+    length lie in buffers that all of them share, and offloaded weights come and go with each one.
+    """
+    return capability.length_dependent or any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def _settle(handle, model, sequence, with_types: bool) -> Settlement:
@@ -127,15 +132,17 @@ class _Job:
     with_types: bool
 
     def run(self) -> None:
-        """Settle it, if it is all still there and not settled or continued meanwhile."""
+        """Settle it, if it is all still there and not settled or continued meanwhile. Faults are logged."""
         handle, model, sequence = self.revive(), self.model(), self.sequence()
         if handle is None or model is None or sequence is None:
             return
-        if (sequence, self.with_types) in handle.approximate_conversations(model):
-            try:
+        try:
+            if (sequence, self.with_types) in handle.approximate_conversations(model):
                 _settle(handle, model, sequence, self.with_types)
-            except Refused:
-                logger.debug("not settled", exc_info=True)
+        except Refused:
+            logger.debug("not settled", exc_info=True)
+        except Exception:
+            logger.warning("settling failed, the conversation stays approximate", exc_info=True)
 
 
 class Settler:
@@ -179,10 +186,8 @@ class Settler:
                     self._changed.notify_all()
                     return
                 job = self._jobs.pop()
-            try:
-                job.run()
-            except Exception:
-                logger.warning("settling failed, the conversation stays approximate", exc_info=True)
+            job.run()
+            del job
 
 
 _settlers: "weakref.WeakSet[Settler]" = weakref.WeakSet()

@@ -505,6 +505,16 @@ def test_calls_that_are_not_healed_say_why_and_answer_as_without(what):
     check_pool(handle)
 
 
+def test_a_model_whose_attention_cannot_be_read_is_healed_from_left_to_right():
+    model = make_model("bloom")
+    cache = stored(model, SOURCE, repair_fraction=0.0)
+    assert not cache.capability(model).reads_attention
+    answer = ask(model, PROMPT, cache.using(heal_rows=8, heal_order="attention"), steps=9)
+    assert answer.report.healed_rows == 64 and "attention can't be read" in answer.report.reason
+    report = same_as_vanilla(model, answer.tokens() + MORE, cache.using(fidelity="exact")).report
+    assert report.exact_tokens == FIRST + 64
+
+
 @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
 def test_answers_with_drafts_are_healed_where_one_token_runs_alone(how):
     model = make_model("llama")
