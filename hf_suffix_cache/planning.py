@@ -233,7 +233,7 @@ def _rank(run: Run, limit: int) -> tuple:
     Fewer hops are no better as a source (DESIGN.md, section 6), but keep what is computed behind them movable for
     longer; so a source of the last generation, behind which nothing can be moved any more, comes late.
     """
-    mean = run.segment.mean is not None
+    mean = run.segment.is_mean
     agreement = run.left_match - run.start  # plus the cursor, the same for all
     return (
         _alone(run),

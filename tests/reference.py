@@ -338,7 +338,11 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
                 expected[id(sequence.extent.slab)][first : first + count] += 1
             for segment in sequence.recipe.segments:
                 sources[segment] = sources.get(segment, 0) + 1
-        assert set(shelf.segments) == {segment for each in shelf.sequences for segment in each.recipe.segments}
+        for mean in shelf.means:
+            sources[mean] = sources.get(mean, 0) + 1
+        recipes = {segment for each in shelf.sequences for segment in each.recipe.segments}
+        assert set(shelf.segments) == recipes | set(shelf.means)
+        assert len(shelf.mean_windows) == len(shelf.means) and all(mean in shelf.mean_windows for mean in shelf.means)
         for segment in shelf.segments:
             assert segment.references == sources[segment], "a segment is pinned by nothing that is stored"
             for slab, rows, _ in shelf.pool.by_slab(segment.addresses):

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from hf_suffix_cache.planning import Plan, PlanSpan, Prefix, Span, plan_prompt
 from hf_suffix_cache.store.index import Run, WindowIndex
-from hf_suffix_cache.store.segments import ALONE_TOKENS, Mean, Segment
+from hf_suffix_cache.store.segments import ALONE_TOKENS, Copies, Segment
 
 SETTINGS = {"tail_tokens": 32, "keep_last": 1, "min_match": 16, "seam_tokens": 4, "fidelity": "balanced"}
 
 
-def make_segment(length=400, context_length=0, mean=None):
+def make_segment(length=400, context_length=0, copies=None):
     ids = np.zeros(length, dtype=np.int64)
     positions = np.arange(context_length, context_length + length)
     context = np.zeros(context_length + length, dtype=np.int64)
-    return Segment(ids, positions, context, np.arange(length), mean=mean)
+    return Segment(ids, positions, context, np.arange(length), copies=copies)
 
 
 def make_run(start, stop, segment=None, offset=0, *, hops=0, left_match=0, same_start=0, left_total=99, shift=7):
@@ -36,7 +36,7 @@ def kinds(plan):
 def slow_rank(run, stop):
     """What makes a source better than another, in words: False and small numbers first."""
     moved_from_the_start = run.shift != 0 and run.left_total < ALONE_TOKENS and run.left_match < 16
-    agrees, mean = run.left_match == 16, run.segment.mean is not None
+    agrees, mean = run.left_match == 16, run.segment.is_mean
     kind = ["agreeing copy", "mean", "other copy"].index(
         "mean" if mean else "agreeing copy" if agrees else "other copy"
     )
@@ -70,7 +70,7 @@ def slow_pieces(runs, first, limit, min_match, seam_tokens):
 
 @st.composite
 def run_lists(draw):
-    segments = [make_segment() for _ in range(3)] + [make_segment(mean=Mean({}, 0))]
+    segments = [make_segment() for _ in range(3)] + [make_segment(copies=Copies({}, 0))]
     runs = []
     for _ in range(draw(st.integers(0, 12))):
         start = draw(st.one_of(st.just(0), st.integers(40, 48), st.integers(0, 90)))
@@ -177,7 +177,7 @@ def test_plan_prompt_run_left_of_prefix_end_is_cut_there():
     assert plan(200, [make_run(10, 30)], Prefix(20, 20)).shifted == []  # a seam: short is not
 
 
-MEAN = make_segment(mean=Mean({}, 0))
+MEAN = make_segment(copies=Copies({}, 0))
 
 
 @pytest.mark.parametrize(

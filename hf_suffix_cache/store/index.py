@@ -308,6 +308,8 @@ class WindowIndex:
             same_start[segment] = common_prefix(ids[:SAME_START_TOKENS], segment.context[:SAME_START_TOKENS])
         left = segment.context[max(0, seen - LEFT_TOKENS) : seen][::-1]
         left_match = common_prefix(ids[max(0, start - LEFT_TOKENS) : start][::-1], left)
+        if segment.is_mean:  # what was left of its first row differs from copy to copy
+            left_match = min(left_match, offset + segment.copies.shared_left)
         return Run(start, stop, segment, offset, start - seen, segment.hops, left_match, seen, same_start[segment])
 
 

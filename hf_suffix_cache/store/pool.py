@@ -307,16 +307,58 @@ class BlockPool:
             cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(destination) != 1) | (np.diff(moves) != 0)) + 1
             borders = np.concatenate(([0], cuts, [len(rows)]))
             for shape in self.groups:
-                slots = (
-                    (slab.keys[shape], target.slab.keys[shape], shape.rotary),
-                    (slab.values[shape], target.slab.values[shape], shape.value_rotary),
-                )
-                for source, goal, spec in slots:
-                    turn = None if spec is None else (frequencies.get(spec), spec)
+                for source, goal, turn in _slots(shape, slab, target.slab, frequencies):
                     if len(rows) >= DIRECT_COPY_ROWS * (len(borders) - 1):
                         _copy_runs(source, goal, rows, destination, moves, borders, turn)
                     else:
                         _copy_scattered(source, goal, rows, destination, moves, turn)
+
+    def average_rows(
+        self,
+        addresses: np.ndarray,
+        means: np.ndarray,
+        shifts: np.ndarray,
+        counts: np.ndarray,
+        frequencies: dict[RotarySpec, torch.Tensor],
+    ) -> None:
+        """
+        Draw rows into running means: `mean += (row - mean) / (count + 1)`, keys rotated first. Sums are formed in fp32
+        at least and rounded to the pool's dtype.
+
+        Args:
+            addresses (`np.ndarray` of `[rows]`): The rows that are drawn in.
+            means (`np.ndarray` of `[rows]`): The rows that hold the means, each once, all in one slab.
+            shifts (`np.ndarray` of `[rows]`): Positions to move each key by.
+            counts (`np.ndarray` of `[rows]`): How many rows each mean is of already.
+            frequencies (`dict`): Live inverse frequencies by `RotarySpec`.
+        """
+        ((target, into, _),) = self.by_slab(means)
+        for slab, rows, index in self.by_slab(addresses):
+            for shape in self.groups:
+                for source, goal, turn in _slots(shape, slab, target, frequencies):
+                    _average(source, goal, rows, into[index], shifts[index], counts[index], turn)
+
+
+def _slots(shape: LayerShape, slab: Slab, target: Slab, frequencies):
+    """Source, target, and frequencies and spec if it is rotated, of the keys and the values of layers of one shape."""
+    for source, goal, spec in (
+        (slab.keys[shape], target.keys[shape], shape.rotary),
+        (slab.values[shape], target.values[shape], shape.value_rotary),
+    ):
+        yield source, goal, None if spec is None else (frequencies.get(spec), spec)
+
+
+def _average(source, goal, rows, destination, moves, counts, turn) -> None:
+    """One slot of `average_rows`."""
+    device = source.device
+    here, there = (torch.from_numpy(np.ascontiguousarray(index)).to(device) for index in (rows, destination))
+    dtype = torch.promote_types(goal.dtype, torch.float32)
+    states = source.index_select(2, here).to(dtype)
+    if moves.any() and turn is not None:
+        states = rotate_keys(states, torch.from_numpy(np.ascontiguousarray(moves)), *turn)
+    mean = goal.index_select(2, there).to(dtype)
+    weight = torch.from_numpy(1.0 / (counts + 1)).to(device, dtype)
+    goal.index_copy_(2, there, (mean + (states - mean) * weight[:, None]).to(goal.dtype))
 
 
 def _copy_runs(source, goal, rows, destination, moves, borders, turn) -> None:

@@ -16,7 +16,7 @@ _segment_ids = itertools.count()
 
 
 @dataclass(eq=False)
-class Mean:
+class Copies:
     """
     What a segment of mean rows was made from.
 
@@ -49,8 +49,8 @@ class Segment:
         addresses (`np.ndarray` of int64, `[rows]`): Where the rows lie in the block pool.
         state (`str`): `"exact"` or `"derived"`.
         hops (`int`): Generations of moved rows between these rows and exact ones; 0 for exact rows.
-        mean (`Mean`, *optional*): Given if each row is the mean of its copies from several contexts; `positions` and
-            `context` are those of the first one.
+        copies (`Copies`, *optional*): Given if each row is the mean of its copies from several contexts; `positions`
+            and `context` are those of the first one.
     """
 
     ids: np.ndarray
@@ -59,7 +59,7 @@ class Segment:
     addresses: np.ndarray
     state: str = EXACT
     hops: int = 0
-    mean: Mean | None = None
+    copies: Copies | None = None
     segment_id: int = field(default_factory=lambda: next(_segment_ids))
     references: int = 0
     last_used: float = 0.0
@@ -71,6 +71,11 @@ class Segment:
     def movable(self) -> bool:
         """Whether these rows may be served from another position or behind another left context."""
         return self.hops <= MAX_HOPS
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether each row is the mean of several copies."""
+        return self.copies is not None
 
     def pieces(self) -> list[tuple[int, int]]:
         """Half-open row ranges within which positions have no gap."""

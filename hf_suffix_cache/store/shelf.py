@@ -87,6 +87,9 @@ class Shelf:
         self.conversations = PrefixIndex()
         self.sequences: dict[Sequence, None] = {}
         self.segments: dict[Segment, None] = {}
+        self.means: dict[Segment, None] = {}  # among the segments; the shelf itself refers to them
+        # apart from the windows of copies, of which there are as many of a text as its index allows
+        self.mean_windows = WindowIndex()
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -103,7 +106,11 @@ class Shelf:
 
     def runs(self, ids: np.ndarray, first: int, min_match: int) -> list[Run]:
         """Stored runs that may be moved into the prompt, from position `first` on."""
-        return self.windows.find_runs(ids, first=first, min_match=min_match)
+        found = [windows.find_runs(ids, first=first, min_match=min_match) for windows in self._indices()]
+        return [run for runs in found for run in runs]
+
+    def _indices(self) -> tuple[WindowIndex, ...]:
+        return (self.windows, self.mean_windows) if self.means else (self.windows,)
 
     # -- keeping ------------------------------------------------------------------------------------------------
 
@@ -132,6 +139,22 @@ class Shelf:
             self.conversations.remove(sequence.ids, sequence)
         self.drop_extent(sequence)
         self.unpin(sequence.recipe.segments)
+
+    def add_mean(self, mean: Segment) -> bool:
+        """Keep a mean, whose rows must hold their blocks; False, and nothing is kept, if its text can't be found."""
+        self.means[mean] = None
+        self.segments[mean] = None
+        mean.references += 1
+        if self.mean_windows.add(mean):
+            return True
+        self.forget_mean(mean)
+        return False
+
+    def forget_mean(self, mean: Segment) -> None:
+        """Let a mean go. Its rows stay as long as anything else refers to them."""
+        del self.means[mean]
+        self.mean_windows.remove(mean)
+        self.unpin([mean])
 
     def drop_extent(self, sequence: Sequence) -> None:
         """Give a sequence's extent back; its rows stay reachable by its recipe."""

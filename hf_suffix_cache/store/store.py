@@ -13,6 +13,7 @@ import torch
 from ..config import PoolExhausted, SuffixCacheConfig
 from ..rope import RotarySpec
 from .compaction import CompactionResult, compact_pool
+from .consensus import Computed, learn
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .segments import DERIVED, EXACT, Segment
 from .shelf import Recipe, Sequence, Shelf
@@ -52,7 +53,8 @@ class Store:
     Pools, shelves, sequences. Every method takes the lock; what a view holds is referenced and can't be evicted.
 
     Args:
-        config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations`, `debug` are read.
+        config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations`, `fidelity`, `consensus`, `debug`
+            are read.
         clock (callable): Seconds, for the order of use.
     """
 
@@ -127,6 +129,8 @@ class Store:
                     known.extent = keep
                 self._demote_old()
                 return known
+            if self.config.consensus and self.config.fidelity != "exact":  # else nobody would be served by a mean
+                self._learn(shelf, draft, frequencies)
             sequence = self._build(shelf, draft, handed_out, frequencies)
             if keep is not None:
                 shelf.pool.retain(keep)
@@ -214,6 +218,8 @@ class Store:
         shelf = self.shelves.pop(key)
         for sequence in list(shelf.sequences):
             shelf.remove(sequence)
+        for mean in list(shelf.means):
+            shelf.forget_mean(mean)
 
     def _release_orphans(self) -> None:
         while self._orphans:
@@ -221,19 +227,27 @@ class Store:
             pool.release(extent)
 
     def _make_room(self, wanting: BlockPool) -> bool:
-        """Give up the least recently used sequence, or another pool's empty slabs; False if there is neither."""
+        """Give up the least recently used sequence or mean, or another pool's empty slabs; False if there is none."""
         if any(pool.trim() for pool in self.pools.values() if pool is not wanting):
             return True
+        shelves = list(self.shelves.values())
         idle = [
-            (shelf.newest_use(sequence), shelf, sequence)
-            for shelf in self.shelves.values()
+            (shelf.newest_use(sequence), shelf.remove, sequence)
+            for shelf in shelves
             for sequence in shelf.sequences
             if not sequence.busy
         ]
+        # one that a sequence refers to frees nothing before that sequence goes
+        idle += [
+            (mean.last_used, shelf.forget_mean, mean)
+            for shelf in shelves
+            for mean in shelf.means
+            if mean.references == 1
+        ]
         if not idle:
             return wanting.trim() > 0
-        _, shelf, sequence = min(idle, key=lambda entry: entry[0])
-        shelf.remove(sequence)
+        _, give_up, oldest = min(idle, key=lambda entry: entry[0])
+        give_up(oldest)
         self.evictions += 1
         return True
 
@@ -256,6 +270,13 @@ class Store:
             inside = old is not sequence and len(old.ids) <= len(sequence.ids) and old.exact <= sequence.exact
             if inside and not old.busy and np.array_equal(old.ids, sequence.ids[: len(old.ids)]):
                 shelf.remove(old)
+
+    def _learn(self, shelf: Shelf, draft: Draft, frequencies) -> None:
+        """Draw the draft's own rows into the means of their texts."""
+        rows = np.arange(len(draft.ids))
+        hops = np.where(rows < draft.exact, 0, draft.hops)
+        addresses = draft.extent.addresses(draft.row, draft.pad + rows)
+        learn(shelf, Computed(draft.ids, draft.served.which < 0, hops, addresses), frequencies, self.clock())
 
     def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies) -> Sequence:
         """The draft as a sequence: stored exact rows first, then served rows, its own rows in new segments."""
