@@ -368,6 +368,35 @@ def test_an_exception_leaves_the_store_as_it_was(where, order, monkeypatch):
     same_as_vanilla(model, chat, cache.using(fidelity="exact"))
 
 
+@pytest.mark.parametrize("num_rows", [0, 4])
+def test_a_forward_whose_failure_the_caller_survives_stores_nothing(num_rows, monkeypatch):
+    """A decoding loop of the caller's catches what the model raised, and returns what there is."""
+    model = make_model("llama")
+    handle = healing(model, num_rows)
+    update, calls = ViewLayer.update, []
+
+    def failing(layer, *args, **kwargs):
+        calls.append(layer is layer._view().layers[1])
+        if sum(calls) == 6 and calls[-1]:  # the probe and the last pass of the prompt are two of them
+            raise RuntimeError("stop here")
+        return update(layer, *args, **kwargs)
+
+    def surviving(model, input_ids, **options):
+        try:
+            return model._sample(input_ids, **options)
+        except RuntimeError:
+            return input_ids
+
+    before = check_pool(handle)
+    with monkeypatch.context() as patch:
+        patch.setattr(ViewLayer, "update", failing)
+        ask(model, PROMPT, handle, steps=12, custom_generate=surviving)
+    assert sum(calls) == 6
+    assert check_pool(handle) == before
+    tokens = ask(model, PROMPT, steps=12).tokens()
+    same_as_vanilla(model, tokens + MORE, handle.using(fidelity="exact"))
+
+
 def test_a_model_that_changes_during_the_call_is_not_healed_further():
     """Rows that another model computes must not stand left of what is stored."""
     model = make_model("llama")

@@ -299,6 +299,14 @@ def test_background_settling_makes_the_next_turn_exact(kind):
     check_pool(cache)
 
 
+def test_exact_answers_give_the_background_no_work(monkeypatch):
+    model = make_model("llama")
+    cache = stored(model, SOURCE, settle="background")
+    monkeypatch.setattr(Settler, "put", None)
+    for ids in (SOURCE + MORE, new_text(60, 1), SOURCE[:40] + question(3)):
+        assert served(ask(model, ids, cache).report) == 0
+
+
 def test_frequencies_that_depend_on_the_length_are_settled_at_once():
     """Their buffers are shared by all forwards of the model, those of other threads without a cache included."""
     model = make_model("phi3")
