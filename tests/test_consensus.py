@@ -234,13 +234,27 @@ def test_repaired_rows_enter_and_later_exact_ones_fill_the_rest():
     assert sorted(set(counts)) == [2, 3] and (counts == 3).sum() == repaired
     drawn = counts == 3
     ask(model, request(2), cache, steps=1)  # exact: every row of that context
-    mean = the_mean(cache)
+    mean, used = the_mean(cache), the_mean(cache).last_used
     assert mean.copies.counts.tolist() == [3] * len(C)
     copies = [fresh_copy(model, request(number), 60 + 5 * number, len(C)) for number in range(3)]
     want = np.mean(copies, axis=0)[..., ~drawn, :]
     got = stored_mean(model, the_shelf(cache), mean)[..., ~drawn, :]
     assert np.abs(got - want).max() < 1e-5 * max(1.0, np.abs(want).max())
+    ask(model, request(3), cache, steps=1)
+    assert the_mean(cache).last_used > used
     check_pool(cache)
+
+
+def test_text_behind_a_long_mean_begins_none_where_its_left_neighbours_are_the_same():
+    model = make_model("llama")
+    text = old_text(70, 5)
+    cache = learned(model, request(0, text), request(1, text))
+    for number in (2, 3):
+        ask(model, request(number, text + C), cache, steps=1)
+    mean = the_mean(cache)
+    assert mean.ids.tolist() == text and mean.copies.counts.tolist() == [4] * 70
+    ask(model, request(4), cache, steps=1)  # control: behind something else it begins one
+    assert sorted(each.ids.tolist() == C for each in the_shelf(cache).means) == [False, True]
 
 
 def test_repaired_rows_alone_begin_no_mean():
