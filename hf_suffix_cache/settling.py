@@ -28,7 +28,8 @@ class Settlement:
     What settling did.
 
     Args:
-        tokens (`int`): Tokens of the conversation that is exact now; 0 if none had to be settled.
+        tokens (`int`): Tokens of the conversation that is exact now; 0 if none had to be settled, or its exact rows
+            found no room in the store.
         rows (`int`): Rows that were run: those behind what was exact already.
         seconds (`float`): What it took.
     """
@@ -116,7 +117,8 @@ def _runs_alone(model, capability: Capability) -> bool:
 def _settle(handle, model, sequence, with_types: bool) -> Settlement:
     before, started = handle.stats.settled_rows, time.perf_counter()
     exact_rerun(handle, model, sequence.ids, with_types=with_types)
-    return Settlement(len(sequence.ids), handle.stats.settled_rows - before, time.perf_counter() - started)
+    kept = (sequence, with_types) in handle.approximate_conversations(model)
+    return Settlement(0 if kept else len(sequence.ids), handle.stats.settled_rows - before, time.perf_counter() - started)
 
 
 # -- in the background ----------------------------------------------------------------------------------------------

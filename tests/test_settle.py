@@ -20,14 +20,18 @@ from reference import (
     ask,
     check_pool,
     check_report,
+    first_layer_is_fresh,
+    forgets_everything,
     fresh_rows,
     in_threads,
     max_difference,
+    same_answer,
     same_as_vanilla,
     served,
     served_rows,
     stored,
 )
+from test_traffic import ROW, Traffic
 from tiny_models import A, B, C, forget, head, make_model, new_text, old_text, question
 
 KINDS = ("llama", "gemma3_text", "gpt_neox")
@@ -173,14 +177,15 @@ def test_settle_takes_models_only():
         SuffixCache().settle("gpt2")
 
 
-def test_a_budget_that_hardly_holds_the_conversation_stays_right():
+@pytest.mark.parametrize("rows", [360, 520, 560, 600])
+def test_a_budget_that_hardly_holds_the_conversation_stays_right(rows):
     model = make_model("llama")
-    row = 3 * 2 * 2 * 16 * 4
-    cache = stored(model, SOURCE, max_bytes=360 * row)
+    cache = stored(model, SOURCE, max_bytes=rows * ROW)
     answer = ask(model, PROMPT, cache)
     for _ in range(3):
         cache.settle(model)
-        check_pool(cache)
+        assert not cache.approximate_conversations(model)
+        assert check_pool(cache).bytes_total <= rows * ROW
     same_as_vanilla(model, answer.tokens() + MORE, cache.using(fidelity="exact"))
 
 
@@ -424,3 +429,46 @@ print("answered")
 
 def test_control_texts_have_nothing_exact_in_common():
     assert SOURCE[0] != PROMPT[0] and set(SOURCE[:12]).isdisjoint(old_text(40, 1))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("rows", [None, 900], ids=["roomy", "evicting"])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_oracles_hold_under_random_traffic_that_heals_and_settles(kind, rows, seed):
+    """O1, O2, O4 and O5 with every mixture of fidelity, healing and settling on one store."""
+    model, traffic = make_model(kind, spy=True), Traffic(seed)
+    cache = SuffixCache(max_bytes=None if rows is None else rows * ROW)
+    draw = traffic.random.choice
+    for number in range(40):
+        options = {
+            "fidelity": str(draw(["exact", "balanced", "fast"])),
+            "heal_rows": int(draw([0, 1, 3, 20])),
+            "heal_order": str(draw(["left", "attention"])),
+            "settle": [False, False, True, "background"][int(traffic.random.integers(4))],
+            "store": bool(traffic.random.random() < 0.9),
+        }
+        ids, steps = traffic.prompt(), int(traffic.random.integers(1, 16))
+        handle, settled = cache.using(**options), cache.stats.settled_rows
+        model.spy.clear()
+        got, seen = served_rows(model, ids, handle, steps=steps)
+        assert cache.settled(30)
+        ran = model.spy.rows() - (cache.stats.settled_rows - settled)
+        report = got.report
+        assert ran == report.computed_rows + report.capability_rows + steps - 1 + report.healed_rows, options
+        check_report(report)
+        first_layer_is_fresh(model, seen, got.tokens()[:-1])
+        approximate = report.carried_tokens or report.shifted_tokens
+        assert approximate or report.healed_rows == 0
+        if options["fidelity"] == "exact" or not approximate:
+            same_answer(got, ask(model, ids, steps=steps))
+        traffic.keep(got.tokens())
+        del got, seen
+        check_pool(cache)
+        if number % 10 == 9:
+            for _ in range(8):
+                cache.settle(model)
+                check_pool(cache)
+            for ids in traffic.history[-3:]:
+                same_as_vanilla(model, ids + MORE, cache.using(fidelity="exact", store=False))
+    assert cache.stats.healed_rows > 100 and cache.stats.settled_rows > 100
+    forgets_everything(cache)
