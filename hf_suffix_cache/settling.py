@@ -59,6 +59,11 @@ def exact_rerun(handle, model, ids, store: bool = True, with_types: bool = False
         `torch.Tensor`: Logits of the last token, `[vocab]`, fp32 on the CPU. Raises `Refused` if reuse can't serve the
         model now.
     """
+    return _run(handle, model, ids, store, with_types)[0]
+
+
+def _run(handle, model, ids, store: bool, with_types: bool) -> tuple[torch.Tensor, int]:
+    """The logits of `exact_rerun`, and the rows that it ran."""
     ids = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1).to(input_device(model))
     exact = handle.using(fidelity="exact", store=store)
     request = exact.open_view(model, batch=1, caller_rows=1, prompt_columns=ids.shape[1], new_tokens=1, keep_last=1)
@@ -72,8 +77,9 @@ def exact_rerun(handle, model, ids, store: bool = True, with_types: bool = False
     with torch.no_grad(), hooked(model), request.as_found(), closing(request):
         logits = model(**inputs).logits[0, -1].float().cpu()
         request.finish()
-    handle.stats.count_settled(request.report.computed_rows)
-    return logits
+    rows = request.report.computed_rows
+    handle.stats.count_settled(rows)
+    return logits, rows
 
 
 def settle(handle, model) -> Settlement:
@@ -115,10 +121,10 @@ def _runs_alone(model, capability: Capability) -> bool:
 
 
 def _settle(handle, model, sequence, with_types: bool) -> Settlement:
-    before, started = handle.stats.settled_rows, time.perf_counter()
-    exact_rerun(handle, model, sequence.ids, with_types=with_types)
+    started = time.perf_counter()
+    _, rows = _run(handle, model, sequence.ids, True, with_types)
     kept = (sequence, with_types) in handle.approximate_conversations(model)
-    return Settlement(0 if kept else len(sequence.ids), handle.stats.settled_rows - before, time.perf_counter() - started)
+    return Settlement(0 if kept else len(sequence.ids), rows, time.perf_counter() - started)
 
 
 # -- in the background ----------------------------------------------------------------------------------------------
