@@ -53,7 +53,8 @@ class SuffixCacheConfig:
         audit_rate (`float`, *optional*, defaults to 0.0):
             Share of approximate requests that are run in full as well, after their answer, to compare.
         settle (`bool` or `"background"`, *optional*, defaults to `False`):
-            After each approximate answer, recompute its conversation exactly: at once, or in a thread.
+            After each approximate answer of `generate`, recompute its conversation exactly, so that the next turn is
+            exact: at once, or in a thread (see `SuffixCache.settled`).
         heal_rows (`int`, *optional*, defaults to 0):
             Rows that are recomputed along with each decoded token behind approximate ones, in the same forward. On a
             CPU, 8 rows cost 1.45 times a step without.

@@ -67,7 +67,7 @@ def _run(handle, model, ids, store: bool, with_types: bool) -> tuple[torch.Tenso
     ids = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1).to(input_device(model))
     exact = handle.using(fidelity="exact", store=store)
     request = exact.open_view(model, batch=1, caller_rows=1, prompt_columns=ids.shape[1], new_tokens=1, keep_last=1)
-    inputs = {"input_ids": ids, "use_cache": True, cache_argument(model): request.view}
+    inputs = {"input_ids": ids, "use_cache": True, "return_dict": True, cache_argument(model): request.view}
     if request.capability.takes_mask:
         inputs["attention_mask"] = torch.ones_like(ids)
     if with_types:
