@@ -36,8 +36,8 @@ logger = logging.getLogger("hf_suffix_cache")
 
 NUM_REPORTS = 256
 PER_CALL = (  # settings that a handle may have of its own
-    "fidelity max_kl workload repair repair_fraction seam_tokens tail_tokens min_match_tokens heal_rows heal_order "
-    "settle store"
+    "fidelity max_kl workload repair repair_fraction drift seam_tokens tail_tokens min_match_tokens heal_rows "
+    "heal_order settle store"
 ).split()
 _said: set[str] = set()  # hints that this process has given
 _shared_lock = threading.Lock()
@@ -119,8 +119,8 @@ class SuffixCache(PrivateView):
     def using(self, **changes) -> "SuffixCache":
         """
         A handle on the same store with other settings and its own `last_report`. Takes `fidelity`, `max_kl`,
-        `workload`, `repair`, `repair_fraction`, `seam_tokens`, `tail_tokens`, `min_match_tokens`, `heal_rows`,
-        `heal_order`, `settle` and `store`; the other settings belong to the store.
+        `workload`, `repair`, `repair_fraction`, `drift`, `seam_tokens`, `tail_tokens`, `min_match_tokens`,
+        `heal_rows`, `heal_order`, `settle` and `store`; the other settings belong to the store.
         """
         unknown = sorted(set(changes) - set(PER_CALL))
         if unknown:

@@ -36,9 +36,12 @@ class SuffixCacheConfig:
             A repair policy (see `repair/`) that overrides the preset of `fidelity`.
         repair_fraction (`float`, *optional*, defaults to 0.15):
             Share of the shifted rows that `"balanced"` recomputes, seam rows included; `"fast"` takes half of it.
+        drift (`bool`, *optional*, defaults to `True`):
+            Correct the moved rows that are not recomputed by what recomputing has changed in the rows beside them
+            (`drift.py`).
         seam_tokens (`int`, *optional*, defaults to 4):
             Rows recomputed after each seam.
-        tail_tokens (`int`, *optional*, defaults to 32):
+        tail_tokens (`int`, *optional*, defaults to 16):
             Newest prompt tokens that are always computed when a plan holds an approximate row.
         min_match_tokens (`int`, *optional*, defaults to 16):
             Shortest run worth shifting. Below 15 a run is found only if a stored 8-token window lies inside it.
@@ -76,8 +79,9 @@ class SuffixCacheConfig:
     workload: str | None = None
     repair: Any = None
     repair_fraction: float = 0.15
+    drift: bool = True
     seam_tokens: int = 4
-    tail_tokens: int = 32
+    tail_tokens: int = 16
     min_match_tokens: int = 16
     keep_conversations: int = 4
     block_size: int = 16
@@ -119,7 +123,7 @@ class SuffixCacheConfig:
             _check_number("ttl", self.ttl, 0.0, float("inf"))
         if not isinstance(self.namespace, str):
             raise TypeError(f"`namespace` must be a string, got {self.namespace!r}.")
-        for name in ("consensus", "store", "debug"):
+        for name in ("drift", "consensus", "store", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
 

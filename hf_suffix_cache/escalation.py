@@ -109,9 +109,8 @@ class Escalation:
             columns |= new
         passes.watch_rows(chosen & ~done)
         passes.mark(chosen)
-        passes.view.watch = passes.watch
         logits = passes.forward(model, kwargs, np.flatnonzero(columns))
-        passes.view.watch = None
+        passes.view.watches = ()
         self._found = passes.predict(logits)
         return self._keep_level(level, chosen)
 

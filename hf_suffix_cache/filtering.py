@@ -46,10 +46,10 @@ def run_filtered(passes, model, kwargs: dict, new: np.ndarray, seams: np.ndarray
         alive = goes_on
         return np.sort(np.concatenate([always, alive]))
 
-    passes.view.watch = watch
+    passes.view.watches = (watch,)
     with narrowing(layers, passes.view, columns, decide) as rows_run:
         passes.logits = _forward(passes, model, kwargs, columns, rows_run)
-    passes.view.watch = None
+    passes.view.watches = ()
     unrepaired = dropped[0] if dropped else np.empty(0, dtype=np.int64)
     watch.put_back(unrepaired)
     recomputed = new | shifted
@@ -71,10 +71,10 @@ def deviation_of(passes, model, kwargs: dict, new: np.ndarray) -> np.ndarray:
     columns, moved = np.flatnonzero(new | shifted), np.flatnonzero(shifted)
     watch = RowWatch(moved, {0, CHECKED_LAYER}, keep=CHECKED_LAYER + 1)
     last = np.array([len(columns) - 1])
-    passes.view.watch = watch
+    passes.view.watches = (watch,)
     with narrowing(layers, passes.view, columns, lambda layer: last if layer == CHECKED_LAYER else None) as rows_run:
         _forward(passes, model, kwargs, columns, rows_run)
-    passes.view.watch = None
+    passes.view.watches = ()
     watch.put_back(moved)
     deviation = np.full((passes.batch.rows, passes.batch.columns), np.nan)
     deviation[:, moved] = watch.at(CHECKED_LAYER, moved)

@@ -8,6 +8,7 @@ import torch
 
 from .attention import Probe, open_pass
 from .capability import Capability
+from .drift import DriftCorrection
 from .escalation import Escalation
 from .filtering import cannot_filter, deviation_of, run_filtered
 from .inputs import PromptBatch
@@ -33,6 +34,7 @@ class Passes:
         stack (`ExitStack`): What the last pass needs open; the request closes it when that forward returns.
         rule (*optional*): Predicts the KL of what is served, and says how far repair must go (`bound/`).
         trace (list, *optional*): Run every level of escalation and append what each one gave.
+        frequencies (callable): Gives the model's live rotary frequencies by `RotarySpec`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Passes:
         stack: ExitStack,
         rule=None,
         trace: list | None = None,
+        frequencies=dict,
     ):
         self.view = view
         self.batch = batch
@@ -59,6 +62,7 @@ class Passes:
         self.report = report
         self.rule = rule
         self.trace = trace
+        self.frequencies = frequencies
         self.attention: np.ndarray | None = None  # of the probe, [batch rows, columns]
         self.logits: torch.Tensor | None = (
             None  # of the prompt's last token after the newest pass, [batch rows, vocab]
@@ -89,7 +93,7 @@ class Passes:
 
     def finish(self, logits: torch.Tensor | None) -> None:
         """The last pass has run and gave `logits`, `[batch, kept, vocabulary]`: say what is to be expected of them."""
-        self.view.watch = None
+        self.view.watches = ()
         if self.watch is None and self.logits is None:
             return
         # with drafts behind the prompt, the first token's logits stand before those of the drafts
@@ -156,9 +160,8 @@ class Passes:
             # rows left of the first repaired one are final already; the answer's logits come from this pass
             first = np.argmax(chosen) if chosen.any() else self.batch.columns - self.kept(kwargs)
             last[:first] = False
-        self.mark(chosen)
         self.watch_rows(chosen)
-        self.view.watch = self.watch
+        self.mark(chosen)
         return last
 
     def _usable(self, model, policy, new: np.ndarray, seams: np.ndarray, fraction: float):
@@ -205,8 +208,18 @@ class Passes:
         return self.attention
 
     def watch_rows(self, chosen: np.ndarray) -> None:
-        """From here on compare the rows of these columns with what takes their place."""
+        """
+        From here on compare the rows of these columns, not yet marked as recomputed, with what takes their place, and
+        correct those that stay by it.
+        """
         self.watch = RowWatch(np.flatnonzero(chosen), watched_layers(len(self.view.layers)))
+        corrections = []
+        if self.config.drift:
+            for number, row in enumerate(self.rows):
+                drift = row.add_drift(chosen[row.pad : row.pad + len(row.ids)])
+                batch_rows = range(number * self.batch.group, (number + 1) * self.batch.group)
+                corrections.append(DriftCorrection(self.view, drift, row.pad, batch_rows, self.frequencies()))
+        self.view.watches = (self.watch, *corrections)
 
     def select(self, policy, fraction: float, deviation: np.ndarray | None = None) -> np.ndarray:
         """Columns that the policy wants recomputed: bool `[columns]`. `deviation` is `[batch rows, columns]`."""

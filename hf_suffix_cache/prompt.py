@@ -7,6 +7,7 @@ import numpy as np
 from .planning import KINDS, Plan, Prefix, Span, plan_prompt
 from .repair import RepairRequest
 from .repair import budget as repair_budget
+from .store.corrections import Correction, Drift
 from .store.segments import Segment
 from .store.shelf import Match, Recipe, Sequence
 
@@ -42,6 +43,7 @@ class PlannedRow:
         self.run_start = np.zeros(tokens, dtype=np.int64)
         self.seams = np.zeros(tokens, dtype=bool)
         self.partial = np.zeros(tokens, dtype=bool)  # repaired in the lower layers only
+        self.drifts: list[Correction] = []  # of the prefix, as it was stored, and of this call
         self.served = Recipe([], np.full(tokens, -1, dtype=np.int32), *np.zeros((2, tokens), dtype=np.int64))
 
     @classmethod
@@ -106,12 +108,34 @@ class PlannedRow:
         served = positions[self.kinds[positions] != NEW]
         self.kinds[served] = REPAIRED
 
+    def add_drift(self, chosen: np.ndarray) -> Drift:
+        """What repairing `chosen`, bool `[tokens]`, corrects in the moved rows that stay; the recipe remembers it."""
+        moved = self.kinds == SHIFTED
+        anchors, targets = np.flatnonzero(moved & chosen), np.flatnonzero(moved & ~chosen)
+        settled = np.flatnonzero((self.kinds == REPAIRED) & (self.served.which >= 0) & ~self.partial)
+        drift = Drift(anchors, settled, targets, self.run_start)
+        if len(anchors) and len(targets):
+            source = [part[anchors] for part in (self.served.which, self.served.offset, self.served.shift)]
+            self.drifts.append(Correction(drift, *source))
+        return drift
+
     def recipe(self) -> Recipe:
         """Source of each row when the prompt is done; -1 where it was computed in this call."""
         computed = (self.kinds == NEW) | (self.kinds == REPAIRED)
         which = np.where(computed, -1, self.served.which).astype(np.int32)
         shift = np.where(computed, 0, self.served.shift)  # a repaired row lies where it was computed
-        return Recipe(self.served.segments, which, self.served.offset.copy(), shift)
+        return Recipe(self.served.segments, which, self.served.offset.copy(), shift, self._kept_drifts())
+
+    def _kept_drifts(self) -> tuple[Correction, ...]:
+        """Corrections of the rows that are moved rows still, and of those that later ones took differences from."""
+        needed, kept = (self.kinds == SHIFTED) | (self.kinds == CARRIED), []
+        for correction in reversed(self.drifts):
+            drift = correction.drift
+            part = correction.only(needed[drift.targets])
+            if len(part.drift.targets):
+                kept.append(part)
+            needed[drift.anchors] = True
+        return tuple(reversed(kept))
 
     def spans(self) -> tuple[Span, ...]:
         """The spans of the report."""
@@ -141,6 +165,8 @@ class PlannedRow:
             self.kinds[span.start : span.stop] = KINDS.index(span.kind)
         if spans[-1].kind == "carried":
             self.hops = sequence.hops
+            cut = (correction.head(length) for correction in sequence.recipe.drifts)
+            self.drifts = [correction for correction in cut if len(correction.drift.targets)]
 
     def _take_runs(self, seam_tokens: int) -> None:
         numbers = {segment: number for number, segment in enumerate(self.served.segments)}

@@ -6,10 +6,12 @@ import logging
 import threading
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from .drift import replay
 from .healing import UNHEALED, Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .passes import Passes, logits_of
@@ -168,6 +170,7 @@ class Request:
             self._open,
             self.rule,
             self.trace,
+            self.frequencies,
         )
         return self.passes.run(model, kwargs)
 
@@ -319,6 +322,9 @@ class Request:
             self.view.shelf.pool.copy_rows(
                 addresses, extent, number, planned.pad + served, planned.served.shift[served], frequencies
             )
+            if planned.drifts and in_place == 0:
+                recipe = replace(planned.served, drifts=tuple(planned.drifts))
+                replay(self.view, recipe, number, planned.pad, frequencies)
 
     def _drop_plan(self) -> None:
         """Back to an empty view."""

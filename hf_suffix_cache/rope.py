@@ -83,15 +83,25 @@ def rotate_keys(
         `torch.Tensor`: Rotated keys, same shape and dtype. Products and sums are rounded one by one (no fused
         multiply-add), so that the same row and shift give the same bits whatever stands beside them.
     """
-    layout, sign, start = ("half", 1, 0) if spec is None else (spec.layout, spec.sign, spec.start)
-    compute_dtype = torch.float32 if keys.dtype in (torch.float16, torch.bfloat16) else keys.dtype
-    cos, sin = rotation(shift, sign * frequencies.to(keys.device), compute_dtype)
+    sign = 1 if spec is None else spec.sign
+    return turn(keys, *rotation(shift, sign * frequencies.to(keys.device), compute_dtype(keys)), spec)
+
+
+def compute_dtype(keys: torch.Tensor) -> torch.dtype:
+    """What keys are rotated in: half precision in fp32."""
+    return torch.float32 if keys.dtype in (torch.float16, torch.bfloat16) else keys.dtype
+
+
+def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, spec: RotarySpec | None = None) -> torch.Tensor:
+    """`rotate_keys` with the cosine and sine of `rotation`, whose frequencies carry the sign."""
+    layout, start = ("half", 0) if spec is None else (spec.layout, spec.start)
+    dtype = compute_dtype(keys)
     stop = start + 2 * cos.shape[-1]
     rotated = torch.empty_like(keys)
     if start > 0 or stop < keys.shape[-1]:
         rotated[..., :start], rotated[..., stop:] = keys[..., :start], keys[..., stop:]
     first, second = _pairs(keys[..., start:stop], layout)
-    first, second = first.to(compute_dtype), second.to(compute_dtype)
+    first, second = first.to(dtype), second.to(dtype)
     to_first, to_second = _pairs(rotated[..., start:stop], layout)
     to_first.copy_(first * cos - second * sin)
     to_second.copy_(second * cos + first * sin)

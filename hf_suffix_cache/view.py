@@ -62,6 +62,10 @@ class ViewLayer(CacheLayerMixin):
         index = torch.from_numpy(columns).to(self._keys.device)
         return self._keys.index_select(2, index), self._values.index_select(2, index)
 
+    def buffer(self, slot: str) -> torch.Tensor:
+        """Memory of `"keys"` or `"values"`, `[batch, kv_heads, capacity, head_dim]`."""
+        return self._keys if slot == "keys" else self._values
+
     def put_rows(self, columns: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write what `rows` gave back to `columns`."""
         index = torch.from_numpy(columns).to(self._keys.device)
@@ -88,9 +92,10 @@ class ViewLayer(CacheLayerMixin):
         if self._keys is None or stop > self._keys.shape[2] or key_states.shape[0] != self._keys.shape[0]:
             view.reserve(key_states.shape[0], stop)
         self.length = stop
-        if view.watch is not None:
-            columns = np.arange(start, stop) if slots is None else view.columns
-            view.watch.see(self, columns, key_states, value_states)
+        if view.watches:
+            columns = view.columns if slots is not None else view.contiguous(start, stop)
+            for watch in view.watches:
+                watch.see(self, columns, key_states, value_states)
         # a model-wide mask fits the rows that `get_mask_sizes` announced: a window's worth for contiguous queries
         first = 0 if self.window is None or slots is not None else max(0, stop - queries - self.window + 1)
         keys = _write(self._keys, key_states, slots, start, first, stop)
@@ -202,7 +207,8 @@ class View(Cache):
         self.slots: torch.Tensor | None = None  # columns of a scattered forward, on the device ...
         self.columns: np.ndarray | None = None  # ... and on the host
         self.total = 0
-        self.watch = None  # a `RowWatch` that sees rows before they are written over
+        self._range: tuple | None = None
+        self.watches: tuple = ()  # they see rows before they are written over
         self.prompt_columns = 0  # columns that all beams of one prompt share
         self.group = 1  # batch rows per prompt of the caller's
         self.fed: list[torch.Tensor] = []  # token ids of every forward, [batch, queries]
@@ -285,6 +291,12 @@ class View(Cache):
             yield
         finally:
             self.slots = self.columns = None
+
+    def contiguous(self, start: int, stop: int) -> np.ndarray:
+        """Columns `[start, stop)`: the same array for every layer of a forward."""
+        if self._range is None or self._range[0] != (start, stop):
+            self._range = (start, stop), np.arange(start, stop)
+        return self._range[1]
 
     def place(self, columns: np.ndarray) -> None:
         """From here on in a scattered forward, updates write to `columns`."""

@@ -12,7 +12,7 @@ TIERS = [
     {"kernels", "rope", "masks", "regimes"},
     {"store"},
     {"view", "planning", "repair", "capability", "identity", "attention", "report", "bound"},
-    {"prompt", "measurement", "narrowing"},
+    {"prompt", "measurement", "narrowing", "drift"},
     {"signals", "filtering", "escalation"},
     {"passes"},
     {"request"},

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .corrections import Correction
 from .index import PrefixIndex, Run, WindowIndex
 from .pool import BlockPool, Extent
 from .segments import Segment
@@ -13,13 +14,14 @@ from .segments import Segment
 class Recipe:
     """
     Where each row of a sequence comes from: row `i` is row `offset[i]` of `segments[which[i]]`, its key turned by
-    `shift[i]` positions.
+    `shift[i]` positions, and then corrected by what `drifts` say, in their order.
     """
 
     segments: list[Segment]
     which: np.ndarray
     offset: np.ndarray
     shift: np.ndarray
+    drifts: tuple[Correction, ...] = ()
 
     def __len__(self) -> int:
         return len(self.which)
@@ -32,9 +34,13 @@ class Recipe:
 
     def head(self, length: int) -> "Recipe":
         """The first `length` rows, with only the segments that they need."""
-        used, which = np.unique(self.which[:length], return_inverse=True)
+        cut = (correction.head(length) for correction in self.drifts)
+        drifts = [correction for correction in cut if len(correction.drift.targets)]
+        used = np.unique(np.concatenate([self.which[:length], *(correction.which for correction in drifts)]))
         segments = [self.segments[number] for number in used.tolist()]
-        return Recipe(segments, which.astype(np.int32), self.offset[:length], self.shift[:length])
+        which = np.searchsorted(used, self.which[:length]).astype(np.int32)
+        renumbered = tuple(correction.renumbered(lambda old: np.searchsorted(used, old)) for correction in drifts)
+        return Recipe(segments, which, self.offset[:length], self.shift[:length], renumbered)
 
     def addresses_of(self, rows: np.ndarray) -> np.ndarray:
         """Address of the source of each of these rows."""

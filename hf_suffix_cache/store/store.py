@@ -385,8 +385,11 @@ def _join(head: Recipe, served: Recipe, start: int) -> Recipe:
             renumber = np.array([numbers[segment] for segment in recipe.segments] + [-1], dtype=np.int32)
             which[rows] = renumber[recipe.which[:start] if recipe is head else recipe.which[rows]]
     offset[:start], shift[:start] = head.offset, head.shift
-    used = np.unique(which[which >= 0])
+    renumber = np.array([numbers[segment] for segment in served.segments], dtype=np.int32)
+    drifts = [correction.renumbered(lambda old: renumber[old]) for correction in served.drifts]
+    used = np.unique(np.concatenate([which[which >= 0], *(correction.which for correction in drifts)]))
     segments = list(numbers)
     compacted = np.full(len(segments) + 1, -1, dtype=np.int32)
     compacted[used] = np.arange(len(used))
-    return Recipe([segments[number] for number in used.tolist()], compacted[which], offset, shift)
+    kept = tuple(correction.renumbered(lambda old: compacted[old]) for correction in drifts)
+    return Recipe([segments[number] for number in used.tolist()], compacted[which], offset, shift, kept)
