@@ -64,6 +64,9 @@ def no_repair():
 PUBLISHED = {"seam_tokens": 0}  # the published methods know no seam rows; the tail stays, since a question is new text
 HEADLINE = (
     Cell(DEFAULT),
+    Cell(LESS, settings={"repair_fraction": 0.10}),
+    Cell(MORE, settings={"repair_fraction": 0.18}),
+    Cell("default without drift, live", settings={"drift": False}),
     Cell(CACHEBLEND, "alone", cacheblend, PUBLISHED),
     Cell(EPIC, "alone", epic, PUBLISHED),
     Cell("CacheBlend, live", "live", cacheblend, PUBLISHED),

@@ -7,7 +7,7 @@ from tqdm import tqdm
 from benchmarks import workloads
 from benchmarks.calls import CACHE_ARGUMENT
 from benchmarks.common import Journal, Results
-from benchmarks.fidelity_cells import CACHEBLEND, DEFAULT, EPIC, HEADLINE, Cell, Stores, measure
+from benchmarks.fidelity_cells import CACHEBLEND, DEFAULT, EPIC, HEADLINE, LESS, MORE, Cell, Stores, measure
 from benchmarks.fidelity_runs import References, in_chunks, spoken, stop_tokens
 from benchmarks.scores import contained, f1, grouped_bootstrap
 from benchmarks.sources import cache_home
@@ -20,6 +20,9 @@ NOISE, NOISE_PROMPTS = "full prefill, two forwards", 20
 RATIOS = (
     (DEFAULT, CACHEBLEND),
     (DEFAULT, EPIC),
+    (MORE, CACHEBLEND),
+    (LESS, EPIC),
+    (DEFAULT, "default without drift, live"),
     (DEFAULT, "CacheBlend, live"),
     (DEFAULT, "EPIC, live"),
     ("default, run alone", CACHEBLEND),
