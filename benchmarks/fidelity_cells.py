@@ -61,7 +61,9 @@ def no_repair():
     return NoRepair()
 
 
-PUBLISHED = {"seam_tokens": 0}  # the published methods know no seam rows; the tail stays, since a question is new text
+# the published methods know neither seam rows nor drift; the tail stays, since a question is new text anyway
+PUBLISHED = {"seam_tokens": 0, "drift": False}
+LESS, MORE = "default at 10 %, live", "default at 18 %, live"  # about the rows of EPIC's and of CacheBlend's setting
 HEADLINE = (
     Cell(DEFAULT),
     Cell(LESS, settings={"repair_fraction": 0.10}),
