@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from . import generation
 from .attention import own_implementation
+from .auditing import audit_answer
 from .bound import Auditor, Calibration, builtin
 from .bound.rule import Rule
 from .calibrating import calibrate
@@ -130,6 +131,7 @@ class SuffixCache(PrivateView):
     def _handle(self, changes: dict) -> "SuffixCache":
         handle = object.__new__(type(self))
         handle._start(self._owned, self.config.replace(**changes))
+        handle._calls = self._calls  # a store that served its handles was not dropped unused
         return handle
 
     def silent(self, levels: list | None = None, **changes) -> "SuffixCache":
@@ -172,6 +174,8 @@ class SuffixCache(PrivateView):
 
     def answered(self, model: PreTrainedModel, request: Request) -> None:
         """A `generate` call's answer is out, and reported."""
+        if self.config.audit_rate:
+            audit_answer(self.silent(audit_rate=0.0), model, request, self._owned.auditor)
         if self.config.settle:
             background = self.config.settle == "background"
             settle_answer(model, request, self._owned.settler, background, self._revival())
@@ -240,6 +244,8 @@ class SuffixCache(PrivateView):
         def same_model() -> bool:
             return not torch.is_autocast_enabled(device.type) and self._identity(model, 0) is identity
 
+        rule = Rule(self.calibration, self.config.max_kl, self.config.workload, self._owned.auditor.extra_margin)
+        rule.check()
         view = View(self._store, shelf_of(), capability)
         return Request(
             view,
@@ -250,7 +256,7 @@ class SuffixCache(PrivateView):
             regimes=regimes,
             shelf_of=shelf_of,
             same_model=same_model,
-            rule=Rule(self.calibration, self.config.max_kl, self.config.workload, self._owned.auditor.extra_margin),
+            rule=rule,
             trace=self._levels,
             **{**options, **({"adopt": False} if attached else {})},
         )

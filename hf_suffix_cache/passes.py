@@ -14,6 +14,7 @@ from .filtering import cannot_filter, deviation_of, run_filtered
 from .inputs import PromptBatch
 from .narrowing import RowWatch
 from .prompt import EXACT, SHIFTED, PlannedRow
+from .reach import ReachProbe
 from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, preset
 from .report import ReuseReport
 from .signals import features, watched_layers
@@ -68,6 +69,8 @@ class Passes:
             None  # of the prompt's last token after the newest pass, [batch rows, vocab]
         )
         self.watch: RowWatch | None = None
+        self.reach: np.ndarray | None = None  # how far the last pass' rows looked, [batch rows, columns, distances]
+        self._reach_probe: ReachProbe | None = None
         self._open = stack
 
     # -- all passes but the last ----------------------------------------------------------------------------------
@@ -94,6 +97,10 @@ class Passes:
     def finish(self, logits: torch.Tensor | None) -> None:
         """The last pass has run and gave `logits`, `[batch, kept, vocabulary]`: say what is to be expected of them."""
         self.view.watches = ()
+        read = None if self._reach_probe is None else self._reach_probe.reach()
+        if read is not None:
+            self.reach = np.full((self.batch.rows, self.batch.columns, read.shape[2]), np.nan, dtype=np.float16)
+            self.reach[:, self._reach_probe.columns] = read
         if self.watch is None and self.logits is None:
             return
         # with drafts behind the prompt, the first token's logits stand before those of the drafts
@@ -295,11 +302,19 @@ class Passes:
         for early in before:
             self.forward(model, kwargs, early)
         self.count(len(part))
-        if len(part) == self.batch.columns:
+        if self._keeps_reach(model):
+            self._reach_probe = ReachProbe(part, self.batch.pads)
+        elif len(part) == self.batch.columns:
             self.view.set_length(0)
             return kwargs
-        self._open.enter_context(self._placed(model, part, self.batch.columns))
+        self._open.enter_context(self._placed(model, part, self.batch.columns, self._reach_probe))
         return self._arguments(kwargs, part, self.batch.columns, last=True)
+
+    def _keeps_reach(self, model) -> bool:
+        """Whether the rows of the last pass are asked how far they look."""
+        wanted = getattr(self.config.repair, "needs_outside_mass", False) and self.config.store
+        compiled = vars(model).get("_compiled_call_impl") is not None
+        return wanted and self.capability.reads_attention and not compiled
 
     def _chunks(self, columns: np.ndarray) -> list[np.ndarray]:
         if not self.chunk or len(columns) <= self.chunk:

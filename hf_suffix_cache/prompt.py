@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .planning import KINDS, Plan, Prefix, Span, plan_prompt
+from .reach import outside_mass
 from .repair import RepairRequest
 from .repair import budget as repair_budget
 from .store.corrections import Correction, Drift
@@ -49,7 +50,8 @@ class PlannedRow:
     @classmethod
     def make(cls, ids, pad, match: Match, find_runs, keep_last: int, config) -> "PlannedRow":
         """Plan one prompt. `find_runs(first)` looks up the stored runs from position `first` on."""
-        prefix = _choose_prefix(match, config.fidelity)
+        # carried rows have no repair, so a bound could not be held with them: the text is planned anew
+        prefix = _choose_prefix(match, "exact" if config.max_kl is not None else config.fidelity)
         start = prefix.length if prefix else 0
         approximate = config.fidelity != "exact" and start < len(ids) - config.tail_tokens
         plan = plan_prompt(
@@ -78,6 +80,11 @@ class PlannedRow:
         return int(np.count_nonzero((self.kinds == EXACT) | (self.kinds == CARRIED)))
 
     @property
+    def carries(self) -> bool:
+        """Whether approximate rows of a stored conversation go on."""
+        return bool((self.kinds == CARRIED).any())
+
+    @property
     def computed(self) -> np.ndarray:
         """Positions that must be computed: bool `[tokens]`."""
         return self.kinds == NEW
@@ -98,8 +105,17 @@ class PlannedRow:
         return RepairRequest(shifted, self.seams, self.run_start, rows, attention, deviation, outside_mass)
 
     def outside_mass(self) -> np.ndarray | None:
-        """Attention that each moved row gave to the left of its run when it was computed: `[tokens]`, or None."""
-        return None
+        """
+        Attention that each moved row gave to the left of its run when it was computed: `[tokens]`, NaN where it was
+        not kept; None where it was for none.
+        """
+        mass = np.full(len(self.ids), np.nan)
+        moved = np.isin(self.kinds, (SHIFTED, REPAIRED)) & (self.served.which >= 0)
+        for number, segment in enumerate(self.served.segments):
+            rows = np.flatnonzero(moved & (self.served.which == number))
+            if segment.reach is not None and len(rows):
+                mass[rows] = outside_mass(segment.reach[self.served.offset[rows]], rows - self.run_start[rows])
+        return None if np.isnan(mass).all() else mass
 
     def mark_recomputed(self, columns: np.ndarray) -> None:
         """These columns were served and then recomputed."""

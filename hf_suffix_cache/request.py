@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from .drafting import draft_of
 from .drift import replay
 from .healing import UNHEALED, Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
@@ -18,7 +19,6 @@ from .passes import Passes, logits_of
 from .prompt import CARRIED, PlannedRow
 from .report import ReuseReport
 from .store.shelf import Sequence
-from .store.store import Draft
 from .view import View
 
 logger = logging.getLogger("hf_suffix_cache")
@@ -91,6 +91,8 @@ class Request:
         self.rule = rule
         self.trace = trace
         self.passes: Passes | None = None
+        self.reach: np.ndarray | None = None  # of the prompt's rows, [batch rows, columns, distances]
+        self.first_logits: torch.Tensor | None = None  # kept for an audit, [batch rows, vocabulary]
         self.regime: bytes | None = None
         self.with_types = False  # whether token types, all 0, came with the prompt: some models tell that from none
         self.storable: int | None = None  # columns before the first one that was computed in some other way
@@ -114,7 +116,7 @@ class Request:
         self._all_logits = False
         self._adopted = None
         self._heals = config.heal_rows > 0  # until it is clear whether this call can
-        self._healer: Healer | None = None
+        self.healer: Healer | None = None
         self.batch: PromptBatch | None = None
         view.request = self
 
@@ -178,7 +180,10 @@ class Request:
         """Called after the first forward with what it gave, also when it raised and gave nothing."""
         self._open.close()
         if self.passes is not None and output is not None:
-            self.passes.finish(logits_of(output))
+            logits = logits_of(output)
+            self.passes.finish(logits)
+            self.reach = self.passes.reach
+            self._take_signals(logits)
         if self.regime is not None and self.regimes.current() != self.regime:
             self.storable = 0
         if self.state == "prefill":
@@ -198,15 +203,15 @@ class Request:
             self._store_up_to(self._before)
         if self._heals and self.rows:
             self._heals = False
-            self._healer, remark = make_healer(model, self.view, self.rows, self.capability, self.config, self.chunk)
+            self.healer, remark = make_healer(model, self.view, self.rows, self.capability, self.config, self.chunk)
             self._remark(remark)
-        if self._healer is None:
+        if self.healer is None:
             return kwargs
         if self.storable is not None:
-            self._healer.stop()
+            self.healer.stop()
         if kwargs["input_ids"].shape[1] > 1:
             self._remark(f"{UNHEALED}: several drafts are checked at a time")
-        return self._healer.prepare(model, kwargs, self._open)
+        return self.healer.prepare(model, kwargs, self._open)
 
     def _remark(self, remark: str | None) -> None:
         """Add to the report's reason, once."""
@@ -218,15 +223,24 @@ class Request:
         Called after every later forward, with whether it came to its end (`whole`): rows that were computed by other
         frequencies belong to another shelf, half-computed ones to none.
         """
-        if self._healer is not None:
+        if self.healer is not None:
             self._open.close()
             if whole:
-                self._healer.forwarded()
-                self.report.healed_rows = self._healer.num_healed
+                self.healer.forwarded()
+                self.report.healed_rows = self.healer.num_healed
         if not whole:
             self.view.altered = True
         if self.regime is not None and self.regimes.current() != self.regime:
             self._store_up_to(self._before)
+
+    def _take_signals(self, logits: torch.Tensor | None) -> None:
+        """Keep what the first forward showed for later: for an audit, and for turns that carry these rows on."""
+        drafts = self.batch.columns - self.batch.prompt_columns
+        if self.config.audit_rate and logits is not None and logits.shape[1] > drafts:
+            self.first_logits = logits[:, -1 - drafts].detach().float().cpu()
+        carried = [row.prefix_sequence.expected_kl for row in self.rows if row.carries]
+        known = [kl for kl in (self.report.expected_kl, *carried) if kl is not None]
+        self.report.expected_kl = max(known) if known else None
 
     def _store_up_to(self, columns: int) -> None:
         self.storable = columns if self.storable is None else min(columns, self.storable)
@@ -369,7 +383,7 @@ class Request:
         frequencies = self.frequencies()
         for number in range(len(tokens)):
             if self.store_answer or number % self.batch.group == 0:
-                draft = self._draft(number, tokens[number])
+                draft = draft_of(self, number, tokens[number])
                 sequence = self.view.store.commit(self.view.shelf, draft, frequencies, handed_out)
                 self.stored += [sequence] if sequence is not None else []
 
@@ -393,36 +407,6 @@ class Request:
             self.view.hand_out(self._shares)
         else:
             self.view.close()
-
-    def _draft(self, number: int, tokens: np.ndarray) -> Draft:
-        row = self.rows[number // self.batch.group]
-        stop = self._end(tokens) if self.store_answer else min(self.batch.prompt_columns, len(tokens))
-        ids = tokens[row.pad : stop].astype(np.int64)
-        exact = row.exact
-        if self._healer is not None:
-            exact = self._healer.exact - row.pad
-            row.mark_recomputed(self._healer.healed)
-        elif exact == len(row.ids):
-            exact = len(ids)
-        exact = min(exact, len(ids))
-        recipe = row.recipe()
-        extra = len(ids) - len(recipe)
-        if extra > 0:
-            zeros = np.zeros(extra, dtype=np.int64)
-            which = np.concatenate([recipe.which, np.full(extra, -1, dtype=np.int32)])
-            recipe.which, recipe.offset = which, np.concatenate([recipe.offset, zeros])
-            recipe.shift = np.concatenate([recipe.shift, zeros])
-        hops = 0 if exact == len(ids) else row.hops
-        return Draft(ids, len(row.ids), recipe, exact, hops, self.view.extent, number, row.pad)
-
-    def _end(self, tokens: np.ndarray) -> int:
-        """Columns up to the end of the sequence: its first stop token, or what fills a finished row."""
-        answer = tokens[self.batch.prompt_columns :]
-        ended = np.flatnonzero(np.isin(answer, list(self.stops)))
-        if len(ended):
-            return self.batch.prompt_columns + int(ended[0]) + 1
-        written = np.flatnonzero(answer != self.pad) if self.pad is not None else np.arange(len(answer))
-        return self.batch.prompt_columns + (int(written[-1]) + 1 if len(written) else 0)
 
 
 @functools.lru_cache(maxsize=64)

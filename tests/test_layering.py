@@ -11,7 +11,7 @@ TIERS = [
     {"config"},
     {"kernels", "rope", "masks", "regimes"},
     {"store"},
-    {"view", "planning", "repair", "capability", "identity", "attention", "report", "bound"},
+    {"view", "planning", "repair", "capability", "identity", "attention", "report", "bound", "reach"},
     {"prompt", "measurement", "narrowing", "drift"},
     {"signals", "filtering", "escalation"},
     {"passes"},
@@ -22,6 +22,7 @@ TIERS = [
 ]
 # Edges inside a tier, each with its reason.
 SIDEWAYS = {
+    ("reach", "attention"): "reach is read by a probe of the attention",
     ("__main__", "__init__"): "the command shows the version",
     ("report", "planning"): "a report shows Span",
     ("view", "capability"): "a view is laid out as the model was measured",
@@ -32,6 +33,7 @@ PART_OF = {
     "inputs": "prompt",
     "capabilities": "measurement",
     "calls": "generation",
+    "auditing": "cache",
     "calibrating": "cache",
     "comparison": "cache",
     "healing": "passes",
@@ -39,6 +41,7 @@ PART_OF = {
     "private": "cache",
     "registration": "cache",
     "diagnosis": "cache",
+    "drafting": "request",
     "tracing": "cache",
 }
 FORBIDDEN = {("generation", "store"): "generation knows a store by its open_view method only"}

@@ -20,6 +20,11 @@ class Rule:
     workload: str | None = None
     extra_margin: float = 0.0
 
+    def check(self) -> None:
+        """Raise `ValueError` for a workload that was not calibrated."""
+        if self.workload is not None:
+            self.calibration.margin(1.0 if self.bound is None else self.bound, self.workload)
+
     @property
     def always_full(self) -> bool:
         """Whether nothing but a full prefill can come of it."""

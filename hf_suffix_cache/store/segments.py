@@ -51,6 +51,8 @@ class Segment:
         hops (`int`): Generations of moved rows between these rows and exact ones; 0 for exact rows.
         copies (`Copies`, *optional*): Given if each row is the mean of its copies from several contexts; `positions`
             and `context` are those of the first one.
+        reach (`np.ndarray` of float16, `[rows, distances]`, *optional*): How much of each row's attention went farther
+            to the left than each of `reach.DISTANCES`; kept where a repair policy asks for it.
     """
 
     ids: np.ndarray
@@ -60,6 +62,7 @@ class Segment:
     state: str = EXACT
     hops: int = 0
     copies: Copies | None = None
+    reach: np.ndarray | None = None
     segment_id: int = field(default_factory=lambda: next(_segment_ids))
     references: int = 0
     last_used: float = 0.0

@@ -61,6 +61,7 @@ class Sequence:
         prompt_length (`int`): Rows of the prompt it was born from; the rest was generated.
         hops (`int`): Generations of moved rows that rows computed behind it are away from exact ones (0: exact).
         extent (`Extent`, *optional*): Its rows as they lay when its call ended.
+        expected_kl (`float`, *optional*): What its call expected of its answer, where its rows are approximate.
     """
 
     ids: np.ndarray
@@ -71,6 +72,7 @@ class Sequence:
     extent: Extent | None = None
     last_used: float = 0.0
     busy: bool = False
+    expected_kl: float | None = None
 
 
 @dataclass(frozen=True)

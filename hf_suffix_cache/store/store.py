@@ -36,6 +36,8 @@ class Draft:
         exact (`int`): Leading rows that are exact.
         hops (`int`): Hops of the rows computed behind approximate ones.
         extent (`Extent`), row (`int`), pad (`int`): The rows lie at columns [pad, pad + rows) of batch row `row`.
+        reach (`np.ndarray`, `[rows, distances]`, *optional*): See `Segment`.
+        expected_kl (`float`, *optional*): See `Sequence`.
     """
 
     ids: np.ndarray
@@ -46,6 +48,8 @@ class Draft:
     extent: Extent
     row: int
     pad: int
+    reach: np.ndarray | None = None
+    expected_kl: float | None = None
 
 
 class Store:
@@ -296,6 +300,7 @@ class Store:
                 state=state,
                 hops=0 if state == EXACT else draft.hops,
                 last_used=self.clock(),
+                reach=None if draft.reach is None else draft.reach[positions],
             )
             shelf.pool.retain_rows(segment.addresses)
             if copy:
@@ -303,7 +308,9 @@ class Store:
             recipe.which[positions] = len(recipe.segments)
             recipe.offset[positions] = np.arange(len(positions))
             recipe.segments.append(segment)
-        return Sequence(draft.ids, recipe, draft.exact, draft.prompt_length, draft.hops)
+        approximate = draft.exact < len(draft.ids)
+        expected = draft.expected_kl if approximate else None
+        return Sequence(draft.ids, recipe, draft.exact, draft.prompt_length, draft.hops, expected_kl=expected)
 
     def _give_growth_room(self, shelf: Shelf, sequence: Sequence) -> None:
         """
