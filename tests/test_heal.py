@@ -172,7 +172,7 @@ def test_conversations_that_are_exact_run_no_more_rows():
         answer = same_as_vanilla(model, chat, cache, steps=5)
         assert model.spy.calls[1:5] == [(1, 1)] * 4 or turn == 0
         assert answer.report.healed_rows == 0 and answer.report.reason is None
-        chat = answer.tokens() + question(turn)
+        chat = answer.tokens() + question(7 + turn)
 
 
 class Alter(StoppingCriteria):
@@ -550,9 +550,10 @@ def test_answers_with_drafts_are_healed_where_one_token_runs_alone(how):
     handle = healing(model, 8)
     drafts = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else {"assistant_model": make_model("llama")}
     answer = ask(model, PROMPT, handle, steps=40, **drafts)
-    assert answer.report.healed_rows > 0 and "drafts" in answer.report.reason
+    assert "drafts" in answer.report.reason
+    assert answer.report.healed_rows > 0 or how == "assistant"  # whose drafts may all be right
     report = same_as_vanilla(model, answer.tokens() + MORE, handle.using(fidelity="exact")).report
-    assert report.exact_tokens > FIRST
+    assert report.exact_tokens >= FIRST + answer.report.healed_rows
     check_pool(handle)
 
 
