@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_suffix_cache import SuffixCache
+from hf_suffix_cache import SuffixCache, SuffixCacheConfig
 from reference import (
     ask,
     check_report,
@@ -24,7 +24,7 @@ from reference import (
 )
 from tiny_models import CORE, A, B, C, D, head, make_model, new_text, old_text, question
 
-TAIL = 32
+TAIL = SuffixCacheConfig().tail_tokens
 MOVED = ("shifted", "repaired")
 
 

@@ -128,7 +128,9 @@ class Store:
             known = self._contained(shelf, draft)
             if known is not None:
                 self._touch(known)
-                if keep is not None and known.extent is None and len(known.ids) == len(draft.ids):
+                # an extent takes a recipe's place only where both are exact: approximate rows may have come otherwise
+                exact = draft.exact == len(draft.ids) == len(known.ids)
+                if keep is not None and known.extent is None and exact:
                     shelf.pool.retain(keep)
                     known.extent = keep
                 self._demote_old()
