@@ -107,27 +107,30 @@ def traced(options, chosen: list[str]) -> list[Traced]:
 
 
 def walk_rows(item: Traced, visited: tuple[str, ...]) -> float:
-    """
-    Rows that the levels in `visited` run, one after the other. A level runs the rows that it adds and the new rows
-    again; where levels are left out, the next one adds what they would have, but runs the new rows only once.
-    """
-    trace, places = item.trace, [LEVEL_NAMES.index(level) for level in visited]
-    total = direct_rows(item, visited[0])
-    for before, after in zip(places, places[1:], strict=False):
-        total += trace[after].rows - trace[after - 1].rows
-        if after < len(trace) - 1:  # the full level runs all moved rows, whatever was added before
-            total += (share(trace[after - 1]) - share(trace[before])) * moved(item)
-    return total
+    """Rows that the levels in `visited` run, one after the other, and the probe before them."""
+    return probe_rows(item) + sum(pass_rows(item, LEVEL_NAMES.index(level)) for level in visited)
 
 
 def direct_rows(item: Traced, level: str) -> float:
-    """
-    Rows of a fixed level without the levels before it: a pass over the new rows and one that repairs, or a full one.
-    """
-    trace, place = item.trace, LEVEL_NAMES.index(level)
-    if place == len(trace) - 1:
-        return trace[-1].rows - trace[-2].rows
-    return trace[0].rows + (share(trace[place]) - share(trace[0])) * moved(item)
+    """Rows of a fixed level without the levels before it; a full prefill needs no probe."""
+    place = LEVEL_NAMES.index(level)
+    if place == len(item.trace) - 1:
+        return probe_rows(item) + moved(item)  # the probe runs all new rows
+    return probe_rows(item) + pass_rows(item, place)
+
+
+def pass_rows(item: Traced, place: int) -> float:
+    """Rows of one level's own pass. A level that repairs no more than the one before it was not run for the trace."""
+    if place == 0:
+        return item.trace[0].rows - probe_rows(item)
+    return (item.trace[place].rows - item.trace[place - 1].rows) or pass_rows(item, place - 1)
+
+
+def probe_rows(item: Traced) -> float:
+    """Rows of the probe: what the first level ran beside its seam rows and the new rows behind the first of them."""
+    trace = item.trace
+    twice = trace[-1].rows - trace[-2].rows - moved(item)  # new rows that the last level ran with all moved ones
+    return trace[0].rows - share(trace[0]) * moved(item) - twice
 
 
 def share(step: LevelTrace) -> float:

@@ -7,12 +7,14 @@ from transformers import PreTrainedModel
 
 from .bound import Calibration, LevelTrace
 from .bound.calibration import NO_LABEL
+from .bound.conformal import check_alpha
 from .registration import check_ids, encode
 from .tracing import run, trace
 
 
 def calibrate(cache, model: PreTrainedModel, prompts, alpha: float, tokenizer) -> Calibration:
     """See `SuffixCache.calibrate`."""
+    check_alpha(alpha)
     labelled = list(_labelled(prompts, tokenizer))
     for _, ids in labelled:
         check_ids(model, ids)

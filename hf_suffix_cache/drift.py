@@ -36,15 +36,14 @@ def blocks(drift: Drift, slot: str) -> list[tuple[slice, slice, np.ndarray]]:
     Targets, anchors, and weights `[targets, anchors]` in fp64 for `"keys"` or `"values"`, run by run; runs without
     anchors have none.
     """
-    known, found = np.sort(np.concatenate([drift.anchors, drift.settled])), []
+    found = []
     for start in np.unique(drift.run_start[drift.targets]).tolist():
         anchors, targets = (_range(rows, drift.run_start, start) for rows in (drift.anchors, drift.targets))
         if anchors.start == anchors.stop:
             continue
-        near = known[_range(known, drift.run_start, start)]
         for first in range(targets.start, targets.stop, BLOCK):
             part = slice(first, min(first + BLOCK, targets.stop))
-            weights = weights_of(near, drift.targets[part], drift.anchors[anchors], COMMON[slot])
+            weights = weights_of(drift.anchors[anchors], drift.targets[part], COMMON[slot])
             sizes = [(1.0 + rows - start) ** SIZE_POWER for rows in (drift.targets[part], drift.anchors[anchors])]
             found.append((part, anchors, weights * (sizes[0][:, None] / sizes[1])))
     return found
@@ -61,24 +60,21 @@ def correlation(distance: np.ndarray, common: float) -> np.ndarray:
     return common + LOCAL * np.exp(-np.abs(distance) / REACH) + (1 - common - LOCAL) * (distance == 0)
 
 
-def weights_of(known: np.ndarray, targets: np.ndarray, anchors: np.ndarray, common: float) -> np.ndarray:
+def weights_of(anchors: np.ndarray, targets: np.ndarray, common: float) -> np.ndarray:
     """
-    Weights `[targets, anchors]` of the best linear estimate of the differences at `targets`, from those at the nearest
-    `known` rows to the left of each, of which those that are not anchors are zero.
+    Weights `[targets, anchors]` of the best linear estimate of the differences at `targets` from those at the nearest
+    `anchors` to the left of each; all ascending positions of one run.
     """
-    place = np.searchsorted(known, targets)[:, None] - 1 - np.arange(min(NEIGHBOURS, len(known)))
+    place = np.searchsorted(anchors, targets)[:, None] - 1 - np.arange(min(NEIGHBOURS, len(anchors)))
     valid = place >= 0
-    near = known[np.maximum(place, 0)]
+    near = anchors[np.maximum(place, 0)]
     between = correlation(near[:, :, None] - near[:, None, :], common)
-    both = valid[:, :, None] & valid[:, None, :]
-    between = np.where(both, between, np.eye(near.shape[1]))
+    between = np.where(valid[:, :, None] & valid[:, None, :], between, np.eye(near.shape[1]))
     towards = np.where(valid, correlation(targets[:, None] - near, common), 0.0)
     solved = np.linalg.solve(between, towards[:, :, None])[:, :, 0]
     weights = np.zeros((len(targets), len(anchors)))
-    column = np.minimum(np.searchsorted(anchors, near), len(anchors) - 1)
-    counts = valid & (anchors[column] == near)
-    rows = np.broadcast_to(np.arange(len(targets))[:, None], near.shape)
-    weights[rows[counts], column[counts]] = solved[counts]
+    row, column = np.nonzero(valid)
+    weights[row, place[row, column]] = solved[row, column]
     return weights
 
 

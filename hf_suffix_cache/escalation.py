@@ -32,8 +32,11 @@ class TracedLevel:
 
 class Escalation:
     """
-    Levels of repair, one after the other: each runs the rows that it adds, and every new row to the right of the first
-    repaired one. The last level is a full prefill behind the exact prefix.
+    Levels of repair, one after the other. Each begins with the rows as they were served and runs all that it repairs,
+    and every new row to the right of the first of them: what it gives does not depend on the levels before it. (Rows
+    that stayed as an earlier level left them, behind rows that were not repaired yet, would cap it: on SmolLM2-135M
+    the KL of 60 % repaired was 0.010 so, hardly below the 0.012 of 30 %.) The last level is a full prefill behind the
+    exact prefix.
 
     Args:
         passes (`Passes`): Whose rows, view and forwards are used.
@@ -59,6 +62,7 @@ class Escalation:
             and passes.probe(model, kwargs, new) is not None
         ):
             policy = QuestionAttention()
+        passes.mark(new)  # computed for a neighbour's sake
         done = np.zeros_like(new)
         level, previous = NAMES[0], None
         while level is not None:
@@ -81,34 +85,31 @@ class Escalation:
         return None
 
     def _full(self, shifted: np.ndarray) -> np.ndarray:
-        """The last pass of a full prefill: everything from the first moved row on."""
-        last = np.zeros(self.passes.batch.columns, dtype=bool)
-        first = np.argmax(shifted) if self.passes.logits is not None else 0
-        last[first:] = True
-        last &= self.passes.columns(lambda row: row.kinds != EXACT) | (np.arange(len(last)) >= first)
+        """The last pass of a full prefill: what is not exact, less the new rows to the left that a probe has run."""
+        last = self.passes.columns(lambda row: row.kinds != EXACT)
+        last[self.passes.batch.prompt_columns :] = True
+        if self.passes.logits is not None:
+            last[: np.argmax(shifted)] = False
         self.passes.mark(shifted)
         self.passes.report.level = NAMES[-1]
         return last
 
     def _run_level(self, model, kwargs, level: str, new, shifted, done, policy) -> np.ndarray:
-        """Run one level; returns the columns that are recomputed after it."""
+        """Run one level; returns the columns that it repairs."""
         passes = self.passes
         chosen = shifted
         if level != NAMES[-1]:
             chosen = passes.columns(lambda row: row.seams) & shifted | done
             chosen = chosen | passes.select(policy, dict(LEVELS)[level]) & shifted
-        # rows recomputed at an earlier level stand behind rows that were not: only the last level, which must give
-        # what a full prefill gives, runs them again
-        columns = chosen & ~done if level != NAMES[-1] else shifted.copy()
-        if done.any() and not columns.any():
+        if done.any() and not (chosen & ~done).any():
             return self._keep_level(level, chosen)
-        if chosen.any():
-            right = np.arange(len(new)) > np.argmax(chosen)
-            columns |= new & right if passes.logits is not None else new
-        else:
-            columns |= new
-        passes.watch_rows(chosen & ~done)
-        passes.mark(chosen)
+        columns = chosen | new
+        if chosen.any() and passes.logits is not None:
+            columns[: np.argmax(chosen)] = False  # final since the first pass
+        if done.any():
+            passes.restore(done)
+        passes.watch_rows(chosen)
+        passes.mark(columns)
         logits = passes.forward(model, kwargs, np.flatnonzero(columns))
         passes.view.watches = ()
         self._found = passes.predict(logits)

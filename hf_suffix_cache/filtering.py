@@ -48,7 +48,8 @@ def run_filtered(passes, model, kwargs: dict, new: np.ndarray, seams: np.ndarray
 
     passes.view.watches = (watch,)
     with narrowing(layers, passes.view, columns, decide) as rows_run:
-        passes.logits = _forward(passes, model, kwargs, columns, rows_run)
+        _forward(passes, model, kwargs, columns, rows_run)
+    passes.watch = watch
     passes.view.watches = ()
     unrepaired = dropped[0] if dropped else np.empty(0, dtype=np.int64)
     watch.put_back(unrepaired)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from .attention import Probe, open_pass
+from .bound.features import FULL
 from .capability import Capability
 from .drift import DriftCorrection
 from .escalation import Escalation
@@ -36,6 +37,7 @@ class Passes:
         rule (*optional*): Predicts the KL of what is served, and says how far repair must go (`bound/`).
         trace (list, *optional*): Run every level of escalation and append what each one gave.
         frequencies (callable): Gives the model's live rotary frequencies by `RotarySpec`.
+        reload (callable): Gathers the moved rows of every prompt anew.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Passes:
         rule=None,
         trace: list | None = None,
         frequencies=dict,
+        reload=None,
     ):
         self.view = view
         self.batch = batch
@@ -64,6 +67,7 @@ class Passes:
         self.rule = rule
         self.trace = trace
         self.frequencies = frequencies
+        self.reload = reload
         self.attention: np.ndarray | None = None  # of the probe, [batch rows, columns]
         self.logits: torch.Tensor | None = (
             None  # of the prompt's last token after the newest pass, [batch rows, vocab]
@@ -101,6 +105,9 @@ class Passes:
         if read is not None:
             self.reach = np.full((self.batch.rows, self.batch.columns, read.shape[2]), np.nan, dtype=np.float16)
             self.reach[:, self._reach_probe.columns] = read
+        if self.report.level is not None:  # escalation has told what it went by, and a full prefill errs by nothing
+            self.report.expected_kl = 0.0 if self.report.level == FULL else self.report.expected_kl
+            return
         if self.watch is None and self.logits is None:
             return
         # with drafts behind the prompt, the first token's logits stand before those of the drafts
@@ -144,6 +151,12 @@ class Passes:
         for row in self.rows:
             row.mark_recomputed(np.flatnonzero(columns))
 
+    def restore(self, columns: np.ndarray) -> None:
+        """The repair of these columns, bool `[columns]`, is undone: moved rows are as they were served."""
+        for row in self.rows:
+            row.unmark_recomputed(columns[row.pad : row.pad + len(row.ids)])
+        self.reload()
+
     # -- repair ---------------------------------------------------------------------------------------------------
 
     def _repair(self, model, kwargs: dict, new: np.ndarray) -> np.ndarray:
@@ -165,8 +178,8 @@ class Passes:
         last = new | chosen
         if probed:
             # rows left of the first repaired one are final already; the answer's logits come from this pass
-            first = np.argmax(chosen) if chosen.any() else self.batch.columns - self.kept(kwargs)
-            last[:first] = False
+            last &= chosen.cumsum() > 0
+            last |= self.only_kept(kwargs)
         self.watch_rows(chosen)
         self.mark(chosen)
         return last
@@ -201,17 +214,23 @@ class Passes:
         return new.sum() + repaired + twice < plain
 
     def can_probe(self, new: np.ndarray) -> bool:
-        """Whether the last columns are new and enough to ask."""
-        queries = int(np.count_nonzero(new[-PROBE_QUERIES:]))
-        return queries >= MIN_PROBE_QUERIES and bool(new[-queries:].all())
+        """Whether the last columns of the prompts are new and enough to ask."""
+        asked = new[: self.batch.prompt_columns]
+        queries = int(np.count_nonzero(asked[-PROBE_QUERIES:]))
+        return queries >= MIN_PROBE_QUERIES and bool(asked[-queries:].all())
 
     def probe(self, model, kwargs: dict, new: np.ndarray) -> np.ndarray | None:
-        """Run the new rows and read what the last of them attend to; None if no layer could be read."""
-        queries = int(np.count_nonzero(new[-PROBE_QUERIES:]))
+        """
+        Run the new rows, without drafts behind the prompt, and read what the last of them attend to; None if no layer
+        could be read.
+        """
+        columns = np.flatnonzero(new[: self.batch.prompt_columns])
+        queries = int(np.count_nonzero(new[: self.batch.prompt_columns][-PROBE_QUERIES:]))
         probe = Probe(queries, first_layer=len(self.view.layers) // 2)
-        self.logits = self.forward(model, kwargs, np.flatnonzero(new), probe)
+        self.logits = self.forward(model, kwargs, columns, probe)
         attention = probe.attention()
         self.attention = None if attention is None else attention.numpy()
+        self.mark(new)  # what one prompt of a batch has new here may be a moved row of another, which is final now
         return self.attention
 
     def watch_rows(self, chosen: np.ndarray) -> None:

@@ -32,6 +32,7 @@ class PlannedRow:
     plan: Plan
     prefix: Prefix | None
     kinds: np.ndarray = field(init=False)
+    planned_kinds: np.ndarray = field(init=False)
     served: Recipe = field(init=False)
     run_start: np.ndarray = field(init=False)
     seams: np.ndarray = field(init=False)
@@ -42,6 +43,7 @@ class PlannedRow:
         tokens = len(self.ids)
         self.kinds = np.full(tokens, NEW, dtype=np.int8)
         self.run_start = np.zeros(tokens, dtype=np.int64)
+        self.planned_kinds = self.kinds.copy()
         self.seams = np.zeros(tokens, dtype=bool)
         self.partial = np.zeros(tokens, dtype=bool)  # repaired in the lower layers only
         self.drifts: list[Correction] = []  # of the prefix, as it was stored, and of this call
@@ -67,6 +69,7 @@ class PlannedRow:
         row = cls(ids, pad, plan, prefix)
         row._take_prefix()
         row._take_runs(config.seam_tokens)
+        row.planned_kinds = row.kinds.copy()
         return row
 
     @property
@@ -104,6 +107,11 @@ class PlannedRow:
         rows = repair_budget(int(shifted.sum()), fraction)
         return RepairRequest(shifted, self.seams, self.run_start, rows, attention, deviation, outside_mass)
 
+    def unmark_recomputed(self, rows: np.ndarray) -> None:
+        """These rows, bool `[tokens]`, were marked as recomputed, and are moved rows again."""
+        self.kinds[rows & (self.planned_kinds == SHIFTED)] = SHIFTED
+        self.drifts = [correction for correction in self.drifts if not rows[correction.drift.anchors].any()]
+
     def outside_mass(self) -> np.ndarray | None:
         """
         Attention that each moved row gave to the left of its run when it was computed: `[tokens]`, NaN where it was
@@ -128,8 +136,7 @@ class PlannedRow:
         """What repairing `chosen`, bool `[tokens]`, corrects in the moved rows that stay; the recipe remembers it."""
         moved = self.kinds == SHIFTED
         anchors, targets = np.flatnonzero(moved & chosen), np.flatnonzero(moved & ~chosen)
-        settled = np.flatnonzero((self.kinds == REPAIRED) & (self.served.which >= 0) & ~self.partial)
-        drift = Drift(anchors, settled, targets, self.run_start)
+        drift = Drift(anchors, targets, self.run_start)
         if len(anchors) and len(targets):
             source = [part[anchors] for part in (self.served.which, self.served.offset, self.served.shift)]
             self.drifts.append(Correction(drift, *source))

@@ -16,7 +16,7 @@ from .drift import replay
 from .healing import UNHEALED, Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .passes import Passes, logits_of
-from .prompt import CARRIED, PlannedRow
+from .prompt import CARRIED, SHIFTED, PlannedRow
 from .report import ReuseReport
 from .store.shelf import Sequence
 from .view import View
@@ -173,6 +173,7 @@ class Request:
             self.rule,
             self.trace,
             self.frequencies,
+            self._reload,
         )
         return self.passes.run(model, kwargs)
 
@@ -339,6 +340,18 @@ class Request:
             if planned.drifts and in_place == 0:
                 recipe = replace(planned.served, drifts=tuple(planned.drifts))
                 replay(self.view, recipe, number, planned.pad, frequencies)
+
+    def _reload(self) -> None:
+        """Gather the moved rows anew: what was written in their places is undone."""
+        frequencies = self.frequencies()
+        for number in range(self.batch.rows):
+            row = self.rows[number // self.batch.group]
+            moved = np.flatnonzero(row.kinds == SHIFTED)
+            if len(moved):
+                source = row.served.addresses_of(moved), row.served.shift[moved]
+                self.view.shelf.pool.copy_rows(
+                    source[0], self.view.extent, number, row.pad + moved, source[1], frequencies
+                )
 
     def _drop_plan(self) -> None:
         """Back to an empty view."""

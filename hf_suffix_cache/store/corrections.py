@@ -13,14 +13,11 @@ class Drift:
 
     Args:
         anchors (`np.ndarray` of int, ascending): Moved rows that the pass repairs.
-        settled (`np.ndarray` of int, ascending): Moved rows of the same runs that an earlier pass has repaired: their
-            difference from what is served now is known to be zero.
         targets (`np.ndarray` of int, ascending): Moved rows that stay.
         run_start (`np.ndarray` of int, `[tokens]`): Start of the run of each moved row.
     """
 
     anchors: np.ndarray
-    settled: np.ndarray
     targets: np.ndarray
     run_start: np.ndarray
 
@@ -44,8 +41,8 @@ class Correction:
     def head(self, length: int) -> "Correction":
         """The part of it that lies before position `length`: what stands behind has no part in that."""
         drift, inside = self.drift, self.drift.anchors < length
-        cut = {name: getattr(drift, name)[getattr(drift, name) < length] for name in ("settled", "targets")}
-        drift = Drift(drift.anchors[inside], cut["settled"], cut["targets"], drift.run_start[:length])
+        targets = drift.targets[drift.targets < length]
+        drift = Drift(drift.anchors[inside], targets, drift.run_start[:length])
         return Correction(drift, self.which[inside], self.offset[inside], self.shift[inside])
 
     def renumbered(self, number: Callable[[np.ndarray], np.ndarray]) -> "Correction":
