@@ -173,14 +173,13 @@ NEW, SHIFTED, RIGHT, PROMPT = 60, 400, 30, 500  # new rows, moved rows, new rows
 
 
 def a_prompt(kls=(0.2, 0.05, 0.01, 0.004), name: str = "passages") -> Traced:
-    """What the engine counts: a pass over the new rows, then each level's rows and the new ones right of them."""
-    trace, rows, before = [], NEW, 0.0
+    """What the engine counts: a pass over the new rows, then all rows of each level and the new ones right of them."""
+    trace, rows = [], NEW
     for (level, wanted), kl in zip(LEVELS, (*kls, 0.0), strict=True):
         share = max(wanted, 0.02)  # seam rows
-        rows += SHIFTED + RIGHT if level == "full" else (share - before) * SHIFTED + RIGHT
+        rows += share * SHIFTED + RIGHT
         features = {"share": share, "shifted": (1 - share) * SHIFTED / PROMPT}
         trace.append(LevelTrace(level, features, kl, rows))
-        before = share
     return Traced(name, 0, PROMPT, trace)
 
 
@@ -193,14 +192,22 @@ def test_walk_rows_of_all_levels_are_those_counted():
 
 def test_walk_rows_of_a_jump_run_the_new_rows_once():
     item = a_prompt()
-    assert walk_rows(item, ("seams", "60 %")) == pytest.approx(NEW + 0.6 * SHIFTED + 2 * RIGHT)
+    assert walk_rows(item, ("seams", "60 %")) == pytest.approx(NEW + 0.62 * SHIFTED + 2 * RIGHT)
     assert walk_rows(item, ("seams", "full")) == pytest.approx(NEW + 0.02 * SHIFTED + RIGHT + SHIFTED + RIGHT)
 
 
 def test_direct_rows_have_one_pass_of_repair():
     item = a_prompt()
     assert direct_rows(item, "30 %") == pytest.approx(NEW + 0.3 * SHIFTED + RIGHT)
-    assert direct_rows(item, "full") == pytest.approx(SHIFTED + RIGHT)
+    assert direct_rows(item, "full") == pytest.approx(SHIFTED + NEW)
+
+
+def test_rows_of_a_level_that_repairs_no_more_than_the_one_before_it():
+    item = a_prompt()
+    same = item.trace[0]
+    item.trace[1] = LevelTrace("10 %", same.features, same.kl, same.rows)
+    assert direct_rows(item, "10 %") == pytest.approx(direct_rows(item, "seams"))
+    assert walk_rows(item, ("seams", "10 %")) == pytest.approx(NEW + 2 * (0.02 * SHIFTED + RIGHT))
 
 
 def test_cheapest_level_covers_as_many():
