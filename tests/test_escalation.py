@@ -21,7 +21,7 @@ from reference import (
     stored,
     work_is_reported,
 )
-from tiny_models import A, B, C, D, forget, head, make_model, new_text, old_text, question
+from tiny_models import A, D, forget, head, make_model, new_text, old_text, question
 
 MODELS = ("llama", "gemma3_text", "deepseek_v3")
 TEXTS = [old_text(50, 800 + number) for number in range(6)]
@@ -33,7 +33,7 @@ MOVED = 4 * 50
 
 @pytest.fixture
 def accept(monkeypatch):
-    """`accept(level, jumps)`: the rule accepts at `level`, or jumps from one level to another; it keeps what it saw."""
+    """`accept(level, jumps)`: the rule accepts at `level`, or jumps from one level to another."""
 
     def install(level: str, jumps: dict | None = None):
         seen = []
@@ -113,7 +113,7 @@ def test_a_row_that_was_repaired_stays_repaired(monkeypatch, chunk):
     ask(model, PROMPTS[0], cache.silent(levels, store=False, max_kl=0.0), steps=1, **options)
     for before, after in zip(repaired, repaired[1:], strict=False):
         assert before <= after
-    assert [len(rows) for rows in dict.fromkeys(repaired)] == [16, 20, 60, 120, 200]
+    assert [len(rows) for rows in dict.fromkeys(filter(None, repaired))] == [16, 20, 60, 120, 200]
     full = ask(model, PROMPTS[0], steps=1).first
     assert max_difference([levels[-1].logits[None]], [full]) < 1e-4
 
@@ -189,16 +189,46 @@ def test_levels_that_the_rule_jumps_over_are_not_run(accept):
     assert rows["seams"] < rows["30 %"] < rows["60 %"]
 
 
-def test_an_accepted_answer_is_no_exact_conversation(accept):
+@pytest.mark.parametrize("seam_tokens", [0, 4])
+def test_an_accepted_answer_is_no_exact_conversation(seam_tokens, accept):
+    """Rows that an early level repaired stood behind others that only a later one did."""
     model = make_model("llama")
     for level in LEVEL_NAMES:
-        cache = stored(model, SOURCE)
+        cache = stored(model, SOURCE, seam_tokens=seam_tokens)
         accept(level)
         answer = ask(model, PROMPTS[0], cache.using(max_kl=0.1))
         assert answer.report.level == level
         longer = answer.tokens() + question(9)
         exact = same_as_vanilla(model, longer, cache.using(fidelity="exact"), steps=2).report.exact_tokens
         assert exact == len(answer.tokens()) - 1 if level == "full" else exact < len(PROMPTS[0]) - 36
+
+
+@pytest.mark.parametrize("level", [None, *LEVEL_NAMES])
+@pytest.mark.parametrize("seam_tokens", [0, 4])
+def test_rows_run_for_a_neighbours_sake_are_exact_only_if_they_are(level, seam_tokens, accept):
+    """The second prompt's moved rows begin where the first one's head is still new, and the other way round."""
+    model = make_model("llama", spy=True)
+    cache = stored(model, SOURCE, seam_tokens=seam_tokens)
+    texts = [TEXTS[k] for k in ORDERS[0]]
+    rows = [
+        head(3, 40) + texts[0] + texts[1] + new_text(15, 3) + texts[2] + texts[3] + question(11),
+        head(4, 20) + texts[0] + new_text(15, 4) + texts[1] + texts[2] + new_text(10, 5) + texts[3] + question(12),
+    ]
+    pads = [0, len(rows[0]) - len(rows[1])]
+    ids = torch.tensor([[0] * pad + row for pad, row in zip(pads, rows, strict=True)])
+    mask = torch.tensor([[0] * pad + [1] * len(row) for pad, row in zip(pads, rows, strict=True)])
+    if level is not None:
+        accept(level)
+    model.spy.clear()
+    answer = ask(model, ids, cache.using(max_kl=level and 0.1), steps=3, attention_mask=mask, pad_token_id=0)
+    work_is_reported(model, answer, decoded_rows=4)
+    check_report(answer.report)
+    assert answer.report.level == level and served(answer.report) == 2 * MOVED
+    for number, pad in enumerate(pads):
+        turn = answer.tokens(number)[pad:]
+        report = same_as_vanilla(model, turn + question(9), cache.using(fidelity="exact"), steps=2).report
+        assert (report.exact_tokens == len(turn) - 1) == (level == "full")
+    check_pool(cache)
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
