@@ -26,7 +26,7 @@ setup(
     keywords="transformers kv-cache prefix-caching suffix-caching rag inference",
     python_requires=">=3.11",
     packages=find_packages(include=["hf_suffix_cache", "hf_suffix_cache.*"]),
-    package_data={"hf_suffix_cache": ["csrc/*"]},
+    package_data={"hf_suffix_cache": ["csrc/*", "bound/*.json"]},
     install_requires=["torch>=2.6", "transformers>=5.17,<6", "accelerate", "safetensors", "numpy"],
     extras_require={
         "plot": PLOT,

@@ -1,5 +1,6 @@
 """hf_suffix_cache: text that an earlier call has run through the model is not prefilled again, wherever it stands."""
 
+from .bound import Calibration
 from .cache import SuffixCache
 from .config import PoolExhausted, SuffixCacheConfig, UnsupportedModelError
 from .diagnosis import diagnose
@@ -10,6 +11,7 @@ from .report import ReuseReport
 __version__ = "0.1.0"
 
 __all__ = [
+    "Calibration",
     "PoolExhausted",
     "ReuseReport",
     "Span",
