@@ -33,7 +33,8 @@ def run_filtered(passes, model, kwargs: dict, new: np.ndarray, seams: np.ndarray
     always = np.flatnonzero((new | seams)[columns])
     alive = np.flatnonzero(~(new | seams)[columns])
     num_shifted, num_seams = int((shifted & ~new).sum()), int((seams & ~new).sum())
-    watch = RowWatch(columns[alive], set(range(len(layers))), of=policy.of, keep=CHECKED_LAYER + 1)
+    first = next((layer for layer in range(len(layers)) if policy.filters(layer, len(layers))), 0)
+    watch = RowWatch(columns[alive], set(range(len(layers))), of=policy.of, keep=first + 1)
     dropped: list[np.ndarray] = []
 
     def decide(layer: int) -> np.ndarray | None:
