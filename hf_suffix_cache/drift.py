@@ -88,6 +88,7 @@ class DriftCorrection:
         pad (`int`): Columns before its first position.
         batch_rows (sequence of `int`): The batch rows of the prompt.
         frequencies (`dict`): Live inverse frequencies by `RotarySpec`.
+        kept (`np.ndarray` of bool, `[targets]`, *optional*): Which targets are corrected.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class DriftCorrection:
         pad: int,
         batch_rows: Sequence[int],
         frequencies: dict[RotarySpec, torch.Tensor],
+        kept: np.ndarray | None = None,
     ):
         self.drift = drift
+        self.kept = np.arange(len(drift.targets)) if kept is None else np.flatnonzero(kept)
         self.batch_rows = batch_rows
         self.frequencies = frequencies
         self.anchors = drift.anchors + pad
@@ -136,7 +139,7 @@ class DriftCorrection:
         """
         spec = self.shapes[layer.index].rotary if slot == "keys" else self.shapes[layer.index].value_rotary
         device = states.device
-        anchors, targets, blocks = self._placed(slot, device)
+        anchors, targets, kept, blocks = self._placed(slot, device)
         here, place = (torch.from_numpy(index).to(device) for index in (here, place))
         buffer = layer.buffer(slot)[row]
         fresh = states.index_select(1, place).float()
@@ -144,18 +147,19 @@ class DriftCorrection:
         difference[:, here] = fresh - buffer.index_select(1, anchors[here]).float()
         if spec is not None:
             difference = turn(difference, *self._turn(spec, "anchors", device), spec)
-        estimate = difference.new_zeros(states.shape[0], len(targets), states.shape[-1])
+        estimate = difference.new_zeros(states.shape[0], len(self.targets), states.shape[-1])
         for rows, columns, weights in blocks:
             estimate[:, rows] = weights @ difference[:, columns]
         if spec is not None:
             estimate = turn(estimate, *self._turn(spec, "targets", device), spec)
-        corrected = buffer.index_select(1, targets).float() + estimate
+        corrected = buffer.index_select(1, targets).float() + estimate.index_select(1, kept)
         buffer.index_copy_(1, targets, corrected.to(buffer.dtype))
 
     def _placed(self, slot: str, device: torch.device) -> tuple:
-        """Columns of anchors and targets, and the slot's blocks, on a device."""
+        """Columns of anchors and kept targets, which targets are kept, and the slot's blocks, on a device."""
         if (slot, device) not in self._on_device:
-            columns = [torch.from_numpy(rows).to(device) for rows in (self.anchors, self.targets)]
+            rows = (self.anchors, self.targets[self.kept], self.kept)
+            columns = [torch.from_numpy(each).to(device) for each in rows]
             blocks = [(*part[:2], torch.from_numpy(part[2]).float().to(device)) for part in self.blocks[slot]]
             self._on_device[slot, device] = *columns, blocks
         return self._on_device[slot, device]
@@ -179,18 +183,18 @@ def replay(view: View, served: Recipe, number: int, pad: int, frequencies: dict[
         served (`Recipe`): With its `drifts`. Where their anchors come from is the call's own, repaired rows.
     """
     pool, extent = view.shelf.pool, view.extent
-    anchors = np.unique(np.concatenate([correction.drift.anchors for correction in served.drifts]))
+    anchors = np.unique(np.concatenate([correction.anchors for correction in served.drifts]))
     repaired = pool.allocate_private(len(anchors))
     rows = np.arange(len(anchors))
     pool.copy_rows(served.addresses_of(anchors), repaired, 0, rows, np.zeros_like(rows), {})
     steps = []
     for correction in served.drifts:
-        drift = correction.drift
         source = Recipe(served.segments, correction.which, correction.offset, correction.shift)
         addresses = source.addresses_of(np.arange(len(source)))
-        pool.copy_rows(addresses, extent, number, pad + drift.anchors, correction.shift, frequencies)
-        place = np.searchsorted(anchors, drift.anchors)
-        steps.append((DriftCorrection(view, drift, pad, [number], frequencies), np.arange(len(place)), place))
+        pool.copy_rows(addresses, extent, number, pad + correction.anchors, correction.shift, frequencies)
+        place = np.searchsorted(anchors, correction.anchors)
+        step = DriftCorrection(view, correction.drift, pad, [number], frequencies, correction.kept)
+        steps.append((step, np.arange(len(place)), place))
     for index, layer in enumerate(view.own_layers):
         for slot, tensor in zip(("keys", "values"), pool.layer_tensors(repaired.slab, index), strict=True):
             states = repaired.layer_view(tensor)[0, :, : len(anchors)]

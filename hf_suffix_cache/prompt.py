@@ -110,7 +110,7 @@ class PlannedRow:
     def unmark_recomputed(self, rows: np.ndarray) -> None:
         """These rows, bool `[tokens]`, were marked as recomputed, and are moved rows again."""
         self.kinds[rows & (self.planned_kinds == SHIFTED)] = SHIFTED
-        self.drifts = [correction for correction in self.drifts if not rows[correction.drift.anchors].any()]
+        self.drifts = [correction for correction in self.drifts if not rows[correction.anchors].any()]
 
     def outside_mass(self) -> np.ndarray | None:
         """
@@ -139,7 +139,7 @@ class PlannedRow:
         drift = Drift(anchors, targets, self.run_start)
         if len(anchors) and len(targets):
             source = [part[anchors] for part in (self.served.which, self.served.offset, self.served.shift)]
-            self.drifts.append(Correction(drift, *source))
+            self.drifts.append(Correction(drift, *source, np.ones(len(targets), dtype=bool)))
         return drift
 
     def recipe(self) -> Recipe:
@@ -153,11 +153,10 @@ class PlannedRow:
         """Corrections of the rows that are moved rows still, and of those that later ones took differences from."""
         needed, kept = (self.kinds == SHIFTED) | (self.kinds == CARRIED), []
         for correction in reversed(self.drifts):
-            drift = correction.drift
-            part = correction.only(needed[drift.targets])
-            if len(part.drift.targets):
+            part = correction.only(needed)
+            if len(part.targets):
                 kept.append(part)
-            needed[drift.anchors] = True
+            needed[correction.anchors] = True
         return tuple(reversed(kept))
 
     def spans(self) -> tuple[Span, ...]:
@@ -189,7 +188,7 @@ class PlannedRow:
         if spans[-1].kind == "carried":
             self.hops = sequence.hops
             cut = (correction.head(length) for correction in sequence.recipe.drifts)
-            self.drifts = [correction for correction in cut if len(correction.drift.targets)]
+            self.drifts = [correction for correction in cut if len(correction.targets)]
 
     def _take_runs(self, seam_tokens: int) -> None:
         numbers = {segment: number for number, segment in enumerate(self.served.segments)}

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_suffix_cache import SuffixCache
-from hf_suffix_cache.bound import LEVEL_NAMES, Calibration
+from hf_suffix_cache.bound import LEVEL_NAMES, LEVELS, Calibration
 from hf_suffix_cache.bound.rule import Rule
 from hf_suffix_cache.prompt import PlannedRow
 from hf_suffix_cache.tracing import trace
@@ -95,6 +95,21 @@ def test_last_level_is_a_full_prefill_and_each_runs_more_rows(kind):
         for step, again in zip(traced, levels, strict=True):
             assert step.kl == pytest.approx(max(0.0, kl(full[0], again.logits)), abs=1e-5)
             assert step.rows == again.rows and step.features == pytest.approx(again.features, nan_ok=True)
+
+
+@pytest.mark.parametrize("drift", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_level_gives_what_a_plain_request_gives_that_repairs_as_much(kind, drift):
+    model = make_model(kind)
+    cache = stored(model, SOURCE, drift=drift)
+    levels = levels_of(model, cache, PROMPTS[0])
+    for step, (_, share) in zip(levels[:-1], LEVELS[:-1], strict=True):
+        plain = ask(model, PROMPTS[0], cache.using(repair_fraction=share, store=False), steps=1)
+        assert plain.report.reason is None
+        assert max_difference([step.logits[None]], plain.scores) < 1e-4
+        for name, value in plain.report.features[0].items():
+            if name != "change":  # a plain request compares itself with no repair, not with the level before
+                assert step.features[name] == pytest.approx(value, rel=1e-3, abs=1e-4, nan_ok=True), name
 
 
 @pytest.mark.parametrize("chunk", [None, 37])

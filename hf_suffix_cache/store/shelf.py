@@ -35,7 +35,7 @@ class Recipe:
     def head(self, length: int) -> "Recipe":
         """The first `length` rows, with only the segments that they need."""
         cut = (correction.head(length) for correction in self.drifts)
-        drifts = [correction for correction in cut if len(correction.drift.targets)]
+        drifts = [correction for correction in cut if len(correction.targets)]
         used = np.unique(np.concatenate([self.which[:length], *(correction.which for correction in drifts)]))
         segments = [self.segments[number] for number in used.tolist()]
         which = np.searchsorted(used, self.which[:length]).astype(np.int32)
