@@ -85,6 +85,11 @@ def cache_argument(model: torch.nn.Module) -> str | None:
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether the model's forward is compiled, by `model.compile()` or by itself."""
+    return vars(model).get("_compiled_call_impl") is not None or hasattr(model.forward, "_torchdynamo_orig_callable")
+
+
 def input_device(model: PreTrainedModel) -> torch.device:
     """Where the model wants its token ids: offloaded weights lie on "meta" between forwards."""
     embedding = model.get_input_embeddings()

@@ -110,7 +110,7 @@ class Escalation:
             passes.restore(done)
         passes.watch_rows(chosen)
         passes.mark(columns)
-        logits = passes.forward(model, kwargs, np.flatnonzero(columns))
+        logits = passes.forward(model, kwargs, np.flatnonzero(columns), eager=True)
         passes.view.watches = ()
         self._found = passes.predict(logits)
         return self._keep_level(level, chosen)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from .attention import Probe, open_pass
-from .capability import Capability
+from .capability import Capability, is_compiled
 from .prompt import CARRIED, SHIFTED, PlannedRow
 from .view import View
 
@@ -120,14 +120,13 @@ def make_healer(
     """What heals a call's rows, or None where they can't be; and what there is to say about that, one sentence."""
     if all(row.exact == len(row.ids) for row in rows):
         return None, None
-    compiled = vars(model).get("_compiled_call_impl") or hasattr(model.forward, "_torchdynamo_orig_callable")
     if view.extent.batch > 1:
         return None, f"{UNHEALED}: batches and beams run the same columns of every row"
     if capability.length_dependent:
         return None, f"{UNHEALED}: the rotary frequencies depend on the length of the text"
     if chunk == 1:
         return None, f"{UNHEALED}: prefill_chunk_size=1 leaves room for the new token alone"
-    if compiled:
+    if is_compiled(model):
         return None, f"{UNHEALED}: the model is compiled, and other shapes than a token's would be compiled anew"
     num_rows, order, remark = min(config.heal_rows, chunk - 1) if chunk else config.heal_rows, config.heal_order, None
     if order == "attention" and not capability.reads_attention:

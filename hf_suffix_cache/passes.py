@@ -8,7 +8,7 @@ import torch
 
 from .attention import Probe, open_pass
 from .bound.features import FULL
-from .capability import Capability
+from .capability import Capability, is_compiled
 from .drift import DriftCorrection
 from .escalation import Escalation
 from .filtering import cannot_filter, deviation_of, run_filtered
@@ -182,6 +182,10 @@ class Passes:
             last |= self.only_kept(kwargs)
         self.watch_rows(chosen)
         self.mark(chosen)
+        if is_compiled(model):  # rows are looked up by column while it runs, which is not for a graph
+            self.forward(model, kwargs, np.flatnonzero(last), eager=True)
+            self.view.watches = ()
+            return self.only_kept(kwargs)
         return last
 
     def _usable(self, model, policy, new: np.ndarray, seams: np.ndarray, fraction: float):
@@ -272,18 +276,25 @@ class Passes:
     # -- forwards -------------------------------------------------------------------------------------------------
 
     def forward(
-        self, model, kwargs: dict, columns: np.ndarray, probe: Probe | None = None, explicit_masks: bool = False
+        self,
+        model,
+        kwargs: dict,
+        columns: np.ndarray,
+        probe: Probe | None = None,
+        explicit_masks: bool = False,
+        eager: bool = False,
     ) -> torch.Tensor | None:
         """
         A scattered forward of our own, in chunks if the caller asked for them; gives the last column's logits,
-        `[batch, vocabulary]`. Columns behind a chunk may not have been written yet, and are not handed out.
+        `[batch, vocabulary]`; `eager`: not compiled. Columns behind a chunk may not have been written yet, and are not
+        handed out.
         """
         output = None
         for part in self._chunks(columns):
             reader, total = probe if part[-1] == columns[-1] else None, int(part[-1]) + 1
             with torch.no_grad(), self._placed(model, part, total, reader, explicit_masks):
                 # a probe's attention function is not the one that a compiled forward was compiled for
-                special = reader is not None or explicit_masks
+                special = reader is not None or explicit_masks or eager
                 forward = torch.compiler.disable(model.forward) if special else model.forward
                 output = forward(**self._arguments(kwargs, part, total, last=False))
             self.count(len(part))
@@ -332,8 +343,7 @@ class Passes:
     def _keeps_reach(self, model) -> bool:
         """Whether the rows of the last pass are asked how far they look."""
         wanted = getattr(self.config.repair, "needs_outside_mass", False) and self.config.store
-        compiled = vars(model).get("_compiled_call_impl") is not None
-        return wanted and self.capability.reads_attention and not compiled
+        return wanted and self.capability.reads_attention and not is_compiled(model)
 
     def _chunks(self, columns: np.ndarray) -> list[np.ndarray]:
         if not self.chunk or len(columns) <= self.chunk:
