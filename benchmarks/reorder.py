@@ -5,8 +5,9 @@ another system line, with another question (fp32). SmolLM2-135M-Instruct gets th
 Terms of Use: scripts/gemma.py). The targets are those of SmolLM2.
 
 `--accuracy`: KL(full prefill || reuse) of the first answer token and its mean over 10 forced tokens, and the share of
-the prompt's rows that ran, all passes counted; for `balanced`, `fast`, and two that must be clearly worse: `no repair`
-and `no rotation` (a test double: this benchmark alone switches the rotation of keys off). The machine may be busy.
+the prompt's rows that ran, all passes counted; for `balanced`, `fast`, and three that must be worse: `no drift`
+(`balanced` without drift correction), `no repair`, and `no rotation` (a test double: this benchmark alone switches the
+rotation of keys off). The machine may be busy.
 `--timing`: time to first token against a full prefill of the same prompt, alternating; and of a prompt of 1,500 tokens
 that is stored as a whole. Run it alone on the machine.
 
@@ -32,6 +33,7 @@ from hf_suffix_cache import SuffixCache
 VARIANTS = {
     "balanced": {"fidelity": "balanced"},
     "fast": {"fidelity": "fast"},
+    "no drift": {"fidelity": "balanced", "drift": False},
     "no repair": {"fidelity": "fast", "repair_fraction": 0.0, "seam_tokens": 0},
     "no rotation": {"fidelity": "balanced"},
 }
@@ -83,23 +85,23 @@ def main() -> None:
 def measure_accuracy(model, cases, variants: list[str], options: ReorderOptions, results: Results) -> None:
     """Write what each variant's answers lose against a full prefill, and how many rows it ran for them."""
     tokens = options.forced + 1
-    progress = tqdm(cases, desc="full prefill")
-    full = [ask(model, case.measured, tokens, logits=True) for case in progress]
+    taken: dict[str, list[dict]] = {variant: [] for variant in variants}
+    for case in tqdm(cases, desc="accuracy"):
+        full = ask(model, case.measured, tokens, logits=True)
+        cache = SuffixCache()
+        ask(model, case.stored, STORED_TOKENS, cache=cache)
+        for variant in variants:
+            taken[variant].append(measure_variant(model, cache, case, variant, full))
     for variant in variants:
-        taken = [
-            measure_variant(model, case, variant, answer)
-            for case, answer in zip(tqdm(cases, desc=variant), full, strict=True)
-        ]
-        write_variant(variant, taken, options, results)
+        write_variant(variant, taken[variant], options, results)
 
 
-def measure_variant(model, case: data.ReorderCase, variant: str, full: Answer) -> dict:
-    """One prompt under one variant, with a fresh cache: divergences, shares of rows by kind, same first token."""
-    cache = SuffixCache(**VARIANTS[variant])
-    ask(model, case.stored, STORED_TOKENS, cache=cache)
+def measure_variant(model, cache: SuffixCache, case: data.ReorderCase, variant: str, full: Answer) -> dict:
+    """One prompt under one variant, nothing stored: divergences, shares of rows by kind, same first token."""
+    handle = cache.using(store=False, **VARIANTS[variant])
     with without_rotation() if variant == "no rotation" else contextlib.nullcontext():
-        reused = ask(model, case.measured, len(full.ids), cache=cache, logits=True, forced=full.ids)
-    report = cache.last_report
+        reused = ask(model, case.measured, len(full.ids), cache=handle, logits=True, forced=full.ids)
+    report = handle.last_report
     if report.reason is not None or report.shifted_tokens == 0:
         raise RuntimeError(f"{variant}: nothing was moved, so this would measure nothing: {report}")
     divergence = kl_divergence(full.logits, reused.logits)
