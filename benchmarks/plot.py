@@ -16,7 +16,7 @@ from benchmarks import plot_fidelity
 from benchmarks.common import RESULTS, read_rows
 from benchmarks.drawing import BLUE, GREY, ORANGE, TARGET, Table, bars
 
-VARIANTS = ("balanced", "fast", "no repair", "no rotation")
+VARIANTS = ("balanced", "fast", "no drift", "no repair", "no rotation")
 
 
 def main() -> None:
