@@ -36,6 +36,7 @@ from .view import View
 logger = logging.getLogger("hf_suffix_cache")
 
 NUM_REPORTS = 256
+HARD_KL = 0.1  # nats; expected of few-shot examples in new order, five times what passages show
 PER_CALL = (  # settings that a handle may have of its own
     "fidelity max_kl workload repair repair_fraction drift seam_tokens tail_tokens min_match_tokens heal_rows "
     "heal_order settle store"
@@ -170,6 +171,12 @@ class SuffixCache(PrivateView):
             _say_once(
                 "approximate",
                 'this answer is approximate: it used moved rows. SuffixCache(fidelity="exact") never does that.',
+            )
+        if report.expected_kl is not None and report.expected_kl > HARD_KL:
+            _say_once(
+                "hard",
+                f"an answer's expected KL is {report.expected_kl:.2f} nats: its text is hard to move. State a bound "
+                '(`max_kl`), raise `repair_fraction`, or use fidelity="exact" for such prompts.',
             )
 
     def answered(self, model: PreTrainedModel, request: Request) -> None:
