@@ -15,7 +15,7 @@ from .attention import own_implementation
 from .auditing import audit_answer
 from .bound import Auditor, Calibration, builtin
 from .bound.rule import Rule
-from .calibrating import calibrate
+from .calibrating import calibrate, fingerprint
 from .capabilities import CapabilityTable
 from .capability import Capability, input_device
 from .comparison import Comparison, compare
@@ -251,7 +251,9 @@ class SuffixCache(PrivateView):
         def same_model() -> bool:
             return not torch.is_autocast_enabled(device.type) and self._identity(model, 0) is identity
 
-        rule = Rule(self.calibration, self.config.max_kl, self.config.workload, self._owned.auditor.extra_margin)
+        foreign = self.calibration.is_foreign(fingerprint(self.config, capability, identity.digest))
+        extra = self._owned.auditor.extra_margin
+        rule = Rule(self.calibration, self.config.max_kl, self.config.workload, extra, foreign)
         rule.check()
         view = View(self._store, shelf_of(), capability)
         return Request(
@@ -328,7 +330,9 @@ class SuffixCache(PrivateView):
             prompts share text with anything (`alpha=0.1` needs 9 to set the margin, and the fit others).
         """
         _check_model(model)
-        self.calibration = calibrate(self, model, prompts, alpha, tokenizer)
+        identity = self._identity(model, 0)
+        owner = fingerprint(self.config, self.capability(model), identity.digest)
+        self.calibration = calibrate(self, model, prompts, alpha, tokenizer, owner)
         return self.calibration
 
     def register(self, model: PreTrainedModel, texts_or_ids, tokenizer=None, at: str = "anywhere") -> int:

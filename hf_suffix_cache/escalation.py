@@ -76,6 +76,8 @@ class Escalation:
     def _at_once(self, new: np.ndarray, shifted: np.ndarray) -> str | None:
         """Why a full prefill is run without trying less, or None."""
         passes = self.passes
+        if passes.rule is not None and passes.rule.foreign:
+            return "the calibration is of another model or of other settings, so it says nothing here; see `calibrate`"
         if passes.rule is None or passes.rule.always_full:
             return "no calibration says that less than a full prefill keeps `max_kl`; see `calibrate`"
         twice = new[np.argmax(shifted) :].sum()

@@ -1,5 +1,6 @@
 """Rows that leave a scattered forward layer by layer, and what is seen of rows before they are written over."""
 
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 
@@ -103,11 +104,14 @@ def narrowing(
         (`open_pass(explicit_masks=True)`).
     """
     full = len(columns)
+    thread = threading.get_ident()  # the layers are everybody's: a forward of another thread is none of this one's
     state = {"active": np.arange(full)}
     rows_run: list[int] = []
 
     def before_layer(number: int):
         def hook(module, args, kwargs):
+            if threading.get_ident() != thread:
+                return None
             if number:
                 goes_on = decide(number - 1)
                 if goes_on is not None:

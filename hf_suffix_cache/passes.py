@@ -261,15 +261,19 @@ class Passes:
             request = row.repair_request(fraction, seen, changed, row.outside_mass())
             if getattr(policy, "needs_attention", False) and (seen is None or not request.spare):
                 continue
-            positions = np.asarray(policy.select(request), dtype=np.int64)
+            positions = _positions(policy, policy.select(request))
             if len(positions) and not (positions.min() >= 0 and positions.max() < len(row.ids)):
                 raise ValueError(
                     f"{type(policy).__name__}.select named positions from {positions.min()} to {positions.max()} in a "
                     f"prompt of {len(row.ids)} tokens."
                 )
             if len(positions) and not request.shifted[positions].all():
-                named = positions[~request.shifted[positions]].tolist()
-                raise ValueError(f"{type(policy).__name__}.select named rows that are not shifted: {named}.")
+                named = positions[~request.shifted[positions]]
+                more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+                raise ValueError(
+                    f"{type(policy).__name__}.select named rows that are not shifted: {named[:8].tolist()}{more}; "
+                    "choose among `request.candidates`."
+                )
             chosen[row.pad + positions] = True
         return chosen
 
@@ -372,6 +376,20 @@ class Passes:
         if not last and "logits_to_keep" in kwargs:
             changed["logits_to_keep"] = 1
         return changed
+
+
+def _positions(policy, chosen) -> np.ndarray:
+    """What a policy's `select` gave, as int64 `[rows]`; `TypeError` for anything but positions."""
+    name = f"{type(policy).__name__}.select"
+    try:
+        chosen = np.asarray(chosen)
+    except ValueError as error:
+        raise TypeError(f"{name} must give an array of positions: {error}.") from error
+    if chosen.dtype == bool:
+        raise TypeError(f"{name} must give positions, got a bool mask; use np.flatnonzero(mask).")
+    if chosen.ndim != 1 or (len(chosen) and chosen.dtype.kind not in "iu"):
+        raise TypeError(f"{name} must give a 1-D array of integers, got {chosen.dtype} of shape {chosen.shape}.")
+    return chosen.astype(np.int64)
 
 
 def last_logits(output) -> torch.Tensor | None:

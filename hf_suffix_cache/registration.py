@@ -60,7 +60,7 @@ def encode(text, tokenizer, special_tokens: bool) -> list[int]:
             raise ValueError("strings need a `tokenizer`; or pass lists of token ids.")
         return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
     if isinstance(text, (torch.Tensor, np.ndarray)):
-        text = text.tolist()
+        text = (text[0] if text.ndim == 2 and len(text) == 1 else text).tolist()
     if not isinstance(text, (list, tuple)) or not all(isinstance(item, (int, np.integer)) for item in text):
         raise TypeError(f"a text is a string or a sequence of token ids, got {type(text).__name__}.")
     return [int(item) for item in text]

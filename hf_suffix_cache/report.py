@@ -122,9 +122,11 @@ class ReuseReport:
         healed = f", healed {self.healed_rows:,} rows" if self.healed_rows else ""
         generated = f"generated {self.generated_tokens:,} tokens{healed}"
         lines += _wrap(f"computed {self.computed_rows:,} rows{measured}; {generated}")
-        if self.expected_kl is not None:
-            level = f" at level {self.level}" if self.level else ""
-            lines += _wrap(f"approximate: expected KL of the first token {self.expected_kl:.4f} nats{level}")
+        if self.carried_tokens or self.shifted_tokens:
+            level = f", at level {self.level}" if self.level else ""
+            expected = "not known" if self.expected_kl is None else f"{self.expected_kl:.4f} nats"
+            residual = "" if self.residual is None else f"; residual of repair {self.residual:.3f}"
+            lines += _wrap(f"approximate: expected KL of the first token {expected}{level}{residual}")
         parts = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.timings.items())
         lines += _wrap(f"seconds: {parts}") if any(self.timings.values()) else []
         lines += _wrap(f"reason: {self.reason}") if self.reason else []

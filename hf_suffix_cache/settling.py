@@ -14,6 +14,7 @@ import torch
 from .capability import Capability, cache_argument, input_device
 from .config import UnsupportedModelError
 from .generation import at_uninstall, hooked
+from .identity.adapters import is_adapter
 from .inputs import Refused
 from .request import closing
 
@@ -114,10 +115,12 @@ def settle_answer(model, request, settler: "Settler", background: bool, revive: 
 
 def _runs_alone(model, capability: Capability) -> bool:
     """
-    Whether forwards of the model can't run side by side with others of the caller's: frequencies that depend on the
-    length lie in buffers that all of them share, and offloaded weights come and go with each one.
+    Whether forwards of the model can't run side by side with what its caller does meanwhile: frequencies that depend
+    on the length lie in buffers that all of them share, offloaded weights come and go with each one, and adapters may
+    be switched and switched back while one runs.
     """
-    return capability.length_dependent or any(hasattr(module, "_hf_hook") for module in model.modules())
+    alone = any(hasattr(module, "_hf_hook") or is_adapter(module) for module in model.modules())
+    return capability.length_dependent or alone
 
 
 def _settle(handle, model, sequence, with_types: bool) -> Settlement:

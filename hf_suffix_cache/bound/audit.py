@@ -72,6 +72,11 @@ class Auditor:
         self._extra_margin = 0.0
         self._warning: str | None = None
 
+    def __repr__(self) -> str:
+        held = self.coverage
+        share = f"{held.share:.0%} of {held.count} under their bound held it" if held.count else "none under a bound"
+        return f"<Auditor rate {self.rate:g}, {len(self.records)} kept, {share}, extra margin {self.extra_margin:.2f}>"
+
     def is_due(self) -> bool:
         """Count one request and say whether to audit it: the first one after 1/rate requests, then steadily."""
         with self._lock:

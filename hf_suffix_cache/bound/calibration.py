@@ -104,6 +104,13 @@ class Calibration:
         """Knows nothing: every request under a bound is a full prefill."""
         return cls(None, {}, alpha, origin="none")
 
+    def is_foreign(self, fingerprint: str) -> bool:
+        """Whether it was set on prompts of another model or with other settings; the built-in one is everybody's."""
+        return self.origin == "prompts" and self.fingerprint not in ("", fingerprint)
+
+    def __repr__(self) -> str:
+        return f"<Calibration {self.describe()}>"
+
     @property
     def labels(self) -> list[str]:
         """Workloads that margins were set on."""

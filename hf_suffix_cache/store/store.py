@@ -137,7 +137,11 @@ class Store:
                 return known
             if self.config.consensus and self.config.fidelity != "exact":  # else nobody would be served by a mean
                 self._learn(shelf, draft, frequencies)
+            if handed_out and not self._make_room_for_copies(shelf.pool, draft):
+                return None
             sequence = self._build(shelf, draft, handed_out, frequencies)
+            if sequence is None:
+                return None
             if keep is not None:
                 shelf.pool.retain(keep)
                 sequence.extent = keep
@@ -284,12 +288,27 @@ class Store:
         addresses = draft.extent.addresses(draft.row, draft.pad + rows)
         learn(shelf, Computed(draft.ids, draft.served.which < 0, hops, addresses), frequencies, self.clock())
 
-    def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies) -> Sequence:
-        """The draft as a sequence: stored exact rows first, then served rows, its own rows in new segments."""
+    def _make_room_for_copies(self, pool: BlockPool, draft: Draft) -> bool:
+        """Have room for copies of the rows that the draft's call computed, for which old sequences are given up."""
+        rows = int((draft.served.which < 0).sum()) + 2 * self.config.block_size
+        while True:
+            try:
+                pool.release(pool.allocate(rows))
+                return True
+            except PoolExhausted:
+                if not self._make_room(pool):
+                    return False
+
+    def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies) -> Sequence | None:
+        """
+        The draft as a sequence: stored exact rows first, then served rows, its own rows in new segments; None if those
+        were to be copied (`copy`), and there was no room for it.
+        """
         stored, shared = next(iter(shelf.exact_prefixes.longest(draft.ids[: draft.exact])), (None, 0))
         rows = np.arange(len(draft.ids))
         own = (draft.served.which < 0) & (rows >= shared)
         recipe = _join(stored.recipe.head(shared) if shared else Recipe.empty(), draft.served, shared)
+        known = len(recipe.segments)
         for state in (EXACT, DERIVED):
             positions = np.flatnonzero(own & ((rows < draft.exact) == (state == EXACT)))
             if len(positions) == 0:
@@ -305,8 +324,10 @@ class Store:
                 reach=None if draft.reach is None else draft.reach[positions],
             )
             shelf.pool.retain_rows(segment.addresses)
-            if copy:
-                self._pack(shelf.pool, segment, frequencies)
+            if copy and not self._pack(shelf.pool, segment, frequencies):
+                for own in [*recipe.segments[known:], segment]:
+                    shelf.pool.release_rows(own.addresses)
+                return None
             recipe.which[positions] = len(recipe.segments)
             recipe.offset[positions] = np.arange(len(positions))
             recipe.segments.append(segment)
@@ -358,16 +379,17 @@ class Store:
                 if blocks * self.config.block_size > PACK_WASTE * len(segment) + self.config.block_size:
                     self._pack(shelf.pool, segment, {})
 
-    def _pack(self, pool: BlockPool, segment: Segment, frequencies) -> None:
-        """Copy a segment's rows into blocks of their own. Without room for that they stay where they are."""
+    def _pack(self, pool: BlockPool, segment: Segment, frequencies) -> bool:
+        """Copy a segment's rows into blocks of their own. Without room for that (False) they stay where they are."""
         try:
             extent = pool.allocate(len(segment))
         except PoolExhausted:
-            return
+            return False
         columns = np.arange(len(segment))
         pool.copy_rows(segment.addresses, extent, 0, columns, np.zeros_like(columns), frequencies)
         pool.release_rows(segment.addresses)
         segment.addresses = extent.addresses(0, columns)
+        return True
 
 
 def growth_room(columns: int) -> int:
