@@ -21,14 +21,14 @@ def calibrate(cache, model: PreTrainedModel, prompts, alpha: float, tokenizer, o
     """See `SuffixCache.calibrate`; `owner` is the `fingerprint` of model and settings."""
     check_alpha(alpha)
     labelled = list(_labelled(prompts, tokenizer))
+    for _, ids in labelled:
+        check_ids(model, ids)
     least = smallest_sample(alpha) + MIN_PROMPTS
     if len(labelled) < least:
         raise ValueError(
             f"`prompts` holds {len(labelled)}; alpha={alpha:g} needs at least {least} that share text with the store "
             "or with one another. Give more prompts, or a larger alpha."
         )
-    for _, ids in labelled:
-        check_ids(model, ids)
     scratch = type(cache)(cache.config.replace(store=True, audit_rate=0.0, settle=False, heal_rows=0)).silent()
     traces, labels = [], []
     for label, ids in tqdm(labelled, desc="calibrating", disable=len(labelled) < 2):
