@@ -35,7 +35,8 @@ class SuffixCacheConfig:
         repair (object with a `select` method, *optional*):
             A repair policy (see `repair/`) that overrides the preset of `fidelity`.
         repair_fraction (`float`, *optional*, defaults to 0.15):
-            Share of the shifted rows that `"balanced"` recomputes, seam rows included; `"fast"` takes half of it.
+            Share of the shifted rows that `"balanced"` recomputes, seam rows included: twice as many where the moved
+            text came in runs of less than 80 tokens, which are harder to move; `"fast"` takes half of it.
         drift (`bool`, *optional*, defaults to `True`):
             Correct the moved rows that are not recomputed by what recomputing has changed in the rows beside them
             (`drift.py`).

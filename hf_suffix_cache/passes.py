@@ -16,7 +16,7 @@ from .inputs import PromptBatch
 from .narrowing import RowWatch
 from .prompt import EXACT, SHIFTED, PlannedRow
 from .reach import ReachProbe
-from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, preset
+from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, fraction_for, preset
 from .report import ReuseReport
 from .signals import features, watched_layers
 from .view import View
@@ -163,6 +163,8 @@ class Passes:
         """Run what the policy needs before the last pass; bool `[columns]` of that one."""
         seams = self.columns(lambda row: row.seams)
         policy, fraction = preset(self.config.fidelity, self.config.repair, self.config.repair_fraction)
+        if self.config.repair is None and self.config.fidelity == "balanced":
+            fraction = fraction_for([row.repair_request(fraction) for row in self.rows], fraction)
         policy = self._usable(model, policy, new, seams, fraction)
         if getattr(policy, "filters_layers", False):
             run_filtered(self, model, kwargs, new, seams, policy)

@@ -11,10 +11,11 @@ from hf_suffix_cache.repair import (
     QuestionAttention,
     RepairRequest,
     budget,
+    fraction_for,
     preset,
 )
 from reference import ask, kinds_of, moved_pieces, stored
-from tiny_models import A, B, head, make_model, question
+from tiny_models import A, B, head, make_model, old_text, question
 
 
 def request_of(budget_rows, attention=None):
@@ -103,3 +104,40 @@ def test_policy_that_names_other_rows_raises_and_leaves_nothing():
 def test_object_without_select_is_refused():
     with pytest.raises(TypeError, match="select"):
         SuffixCache(repair="attention")
+
+
+def lengths(*runs):
+    """One prompt with runs of these lengths, one behind the other."""
+    total = sum(runs)
+    start = np.repeat(np.cumsum([0, *runs[:-1]]), runs)
+    return RepairRequest(np.ones(total, bool), np.zeros(total, bool), start, 0)
+
+
+@pytest.mark.parametrize(
+    "requests, want",
+    [
+        ([lengths(*[70] * 5)], 0.3),
+        ([lengths(*[90] * 5)], 0.15),
+        ([lengths(*[70] * 3)], 0.15),  # too few rows to matter
+        ([lengths(70, 70), lengths(70, 70)], 0.3),  # a batch counts together
+        ([lengths(400, 16)], 0.15),
+        ([], 0.15),
+    ],
+)
+def test_text_in_short_runs_is_repaired_twice_as_much(requests, want):
+    assert fraction_for(requests, 0.15) == want
+    assert fraction_for(requests, 0.7) == (1.0 if want == 0.3 else 0.7)
+
+
+def test_balanced_repairs_short_runs_of_a_long_prompt_twice_as_much():
+    model = make_model("llama")
+    texts = [old_text(60, number) for number in range(6)]
+    cache = stored(model, head(0) + sum(texts, []) + question(0))
+    ids = head(1) + sum(texts[::-1], []) + question(1)
+    shares = {}
+    for fidelity, repair in (("balanced", None), ("balanced", QuestionAttention()), ("fast", None)):
+        report = ask(model, ids, cache.using(fidelity=fidelity, repair=repair, store=False)).report
+        shares[fidelity, repair] = report.repaired_tokens / (report.repaired_tokens + report.shifted_tokens)
+    assert shares["balanced", None] == pytest.approx(0.30, abs=0.01)
+    assert shares["balanced", QuestionAttention()] == pytest.approx(0.15, abs=0.01)  # a policy of the caller's is his
+    assert shares["fast", None] == pytest.approx(0.075, abs=0.01)

@@ -15,7 +15,7 @@ from .full import FullRepair
 from .none import NoRepair
 from .outside_mass import OutsideMass
 from .policy import MIN_PROBE_QUERIES, PROBE_QUERIES, RepairRequest, best, budget
-from .presets import preset
+from .presets import fraction_for, preset
 from .question import QuestionAttention
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "RepairRequest",
     "best",
     "budget",
+    "fraction_for",
     "preset",
 ]
