@@ -172,7 +172,9 @@ class SuffixCache(PrivateView):
                 "approximate",
                 'this answer is approximate: it used moved rows. SuffixCache(fidelity="exact") never does that.',
             )
-        if report.expected_kl is not None and report.expected_kl > HARD_KL:
+        # the built-in values are never low where they have seen nothing, which would cry wolf
+        known = self.calibration.origin == "prompts" and report.expected_kl is not None
+        if known and report.expected_kl > HARD_KL:
             _say_once(
                 "hard",
                 f"an answer's expected KL is {report.expected_kl:.2f} nats: its text is hard to move. State a bound "

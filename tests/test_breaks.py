@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_suffix_cache import SuffixCache
+from hf_suffix_cache import Calibration, ReuseReport, SuffixCache
 from hf_suffix_cache.repair import Deviation, FirstRows, QuestionAttention
 from hf_suffix_cache.settling import Settler
 from reference import ask, check_pool, in_threads, max_difference, same_answer, same_as_vanilla, stored, view_of
@@ -185,3 +185,13 @@ def test_calibrate_says_what_it_left_out(caplog):
         cache.calibrate(model, {"a": {"b": shared}})
     assert cache.calibration is made
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("origin, says", [("builtin", False), ("prompts", True)])
+def test_hard_text_is_named_once_where_the_calibration_is_the_callers(origin, says, caplog, monkeypatch):
+    monkeypatch.setattr("hf_suffix_cache.cache._said", set())
+    cache = SuffixCache()
+    cache.calibration = Calibration(None, {}, origin=origin)
+    for _ in range(2):
+        cache.record(ReuseReport(expected_kl=0.5))
+    assert sum("hard to move" in record.message for record in caplog.records) == says
