@@ -116,9 +116,8 @@ class DriftCorrection:
     @torch.no_grad()
     def see(self, layer: ViewLayer, columns: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take one layer's fresh rows, `[batch, kv_heads, columns, head_dim]`, and correct that layer's targets."""
-        if (
-            layer.index == 0 or not self.blocks["keys"]
-        ):  # keys and values of layer 0 depend on token and position alone
+        # keys and values of layer 0 depend on token and position alone
+        if layer.index == 0 or not self.blocks["keys"]:
             return
         if columns is not self._columns:
             place = np.minimum(np.searchsorted(columns, self.anchors), len(columns) - 1)

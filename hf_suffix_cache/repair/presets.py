@@ -9,8 +9,8 @@ from .policy import RepairRequest
 from .question import QuestionAttention
 
 # Text in short runs is harder to move: nine few-shot examples of about 70 tokens in a new order have a first-token KL
-# of 0.104 with 10 % of their rows repaired and 0.039 with 30 %, passages of about 120 tokens 0.018 and 0.008
-# (SmolLM2-135M, 24 prompts each).
+# of 0.104 with 10 % of their rows repaired and 0.039 with 30 %, passages of about 120 tokens 0.016 and 0.007
+# (SmolLM2-135M, 24 and 40 prompts, `benchmarks/results/fidelity.csv`).
 SHORT_RUN = 80  # tokens, mean over the runs of a prompt
 MANY_ROWS = 256  # moved rows below which a prompt is cheap either way
 
