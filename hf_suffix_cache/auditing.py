@@ -12,8 +12,8 @@ logger = logging.getLogger("hf_suffix_cache")
 def audit_answer(handle, model, request, auditor) -> None:
     """
     Run a request's prompts exactly, if its turn has come, and record the predicted and the true KL of the first token;
-    of a batch the largest. What is run is stored, and replaces approximate rows. The answer is out, so a fault is
-    logged and not raised.
+    of a batch the largest. What is run is stored if the call was, and replaces approximate rows. The answer is out, so
+    a fault is logged and not raised.
 
     A request under a bound that ended in a full prefill counts too, with a true KL of 0: the guarantee of a
     calibration is a share of all requests under the bound.
@@ -48,6 +48,6 @@ def _true_kl(handle, model, request) -> float | None:
         return None
     found = []
     for number, row in enumerate(request.rows):
-        exact = exact_rerun(handle, model, row.ids, store=True, with_types=request.with_types)
+        exact = exact_rerun(handle, model, row.ids, store=request.config.store, with_types=request.with_types)
         found.append(max(0.0, divergence(exact, served[number * request.batch.group])))
     return max(found, default=None)

@@ -109,3 +109,15 @@ def test_a_failing_audit_leaves_the_answer(monkeypatch, caplog):
     assert answer.report.shifted_tokens > 0 and not cache.audits.records
     assert any("audit failed" in record.message for record in caplog.records)
     assert np.isfinite(answer.report.timings["total"])
+
+
+def test_an_audit_of_a_call_that_is_not_stored_stores_nothing():
+    model = make_model("llama")
+    cache = stored(model, SOURCE, audit_rate=1.0)
+    before = cache.stats.segments
+    for _ in range(2):
+        report = ask(model, moved(0), cache.using(store=False)).report
+        assert report.shifted_tokens and report.exact_tokens == 0
+    assert len(cache.audits.records) == 2 and cache.stats.segments == before
+    ask(model, moved(0), cache)  # control: one that is stored becomes exact
+    assert ask(model, moved(0), cache.using(store=False)).report.exact_tokens == len(moved(0)) - 1
