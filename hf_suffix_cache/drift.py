@@ -17,6 +17,7 @@ import torch
 
 from .rope import RotarySpec, rotation, turn
 from .store.corrections import Drift
+from .store.gather import copy_rows
 from .store.shelf import Recipe
 from .view import View, ViewLayer
 
@@ -185,12 +186,12 @@ def replay(view: View, served: Recipe, number: int, pad: int, frequencies: dict[
     anchors = np.unique(np.concatenate([correction.anchors for correction in served.drifts]))
     repaired = pool.allocate_private(len(anchors))
     rows = np.arange(len(anchors))
-    pool.copy_rows(served.addresses_of(anchors), repaired, 0, rows, np.zeros_like(rows), {})
+    copy_rows(pool, served.addresses_of(anchors), repaired, 0, rows, np.zeros_like(rows), {})
     steps = []
     for correction in served.drifts:
         source = Recipe(served.segments, correction.which, correction.offset, correction.shift)
         addresses = source.addresses_of(np.arange(len(source)))
-        pool.copy_rows(addresses, extent, number, pad + correction.anchors, correction.shift, frequencies)
+        copy_rows(pool, addresses, extent, number, pad + correction.anchors, correction.shift, frequencies)
         place = np.searchsorted(anchors, correction.anchors)
         step = DriftCorrection(view, correction.drift, pad, [number], frequencies, correction.kept)
         steps.append((step, np.arange(len(place)), place))

@@ -18,6 +18,7 @@ from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .passes import Passes, logits_of
 from .prompt import CARRIED, SHIFTED, PlannedRow
 from .report import ReuseReport
+from .store.gather import copy_rows
 from .store.shelf import Sequence
 from .view import View
 
@@ -334,8 +335,14 @@ class Request:
         served = served[served >= in_place]
         if len(served):
             addresses = planned.served.addresses_of(served)
-            self.view.shelf.pool.copy_rows(
-                addresses, extent, number, planned.pad + served, planned.served.shift[served], frequencies
+            copy_rows(
+                self.view.shelf.pool,
+                addresses,
+                extent,
+                number,
+                planned.pad + served,
+                planned.served.shift[served],
+                frequencies,
             )
             if planned.drifts and in_place == 0:
                 recipe = replace(planned.served, drifts=tuple(planned.drifts))
@@ -349,8 +356,8 @@ class Request:
             moved = np.flatnonzero(row.kinds == SHIFTED)
             if len(moved):
                 source = row.served.addresses_of(moved), row.served.shift[moved]
-                self.view.shelf.pool.copy_rows(
-                    source[0], self.view.extent, number, row.pad + moved, source[1], frequencies
+                copy_rows(
+                    self.view.shelf.pool, source[0], self.view.extent, number, row.pad + moved, source[1], frequencies
                 )
 
     def _drop_plan(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.store import consensus
+from hf_suffix_cache.store.gather import average_rows
 from hf_suffix_cache.store.pool import BlockPool, Budget, LayerShape
 from reference import (
     ask,
@@ -116,14 +117,14 @@ def test_mean_is_the_mean_of_fresh_rows_with_unrotated_keys(kind, number):
 def test_control_a_wrong_mean_is_noticed(fault, monkeypatch):
     model = make_model("llama")
     requests = [request(each) for each in range(3)]
-    right = BlockPool.average_rows
+    right = consensus.average_rows
 
-    def wrong(self, addresses, means, shifts, counts, frequencies):
+    def wrong(pool, addresses, means, shifts, counts, frequencies):
         shifts = np.zeros_like(shifts) if fault == "rotation" else shifts
         counts = np.ones_like(counts) if fault == "weight" else counts
-        right(self, addresses, means, shifts, counts, frequencies)
+        right(pool, addresses, means, shifts, counts, frequencies)
 
-    monkeypatch.setattr(BlockPool, "average_rows", wrong)
+    monkeypatch.setattr(consensus, "average_rows", wrong)
     if fault == "context":
         requests[2] = request(7)
         cache = learned(model, request(0), request(1), request(2))
@@ -144,7 +145,7 @@ def test_average_rows_sums_in_fp32_and_keeps_the_dtype(dtype):
     before = {name: getattr(extent.slab, name)[shape].clone() for name in ("keys", "values")}
     rows, means, counts = np.array([3, 30, 7]), np.array([20, 11, 12]), np.array([1, 4, 2])
     addresses = lambda columns: extent.addresses(0, columns)  # noqa: E731
-    pool.average_rows(addresses(rows), addresses(means), np.zeros(3, dtype=np.int64), counts, {})
+    average_rows(pool, addresses(rows), addresses(means), np.zeros(3, dtype=np.int64), counts, {})
     wide = torch.promote_types(dtype, torch.float32)
     for name, old in before.items():
         want = old.clone()

@@ -6,6 +6,7 @@ import torch
 
 from hf_suffix_cache import PoolExhausted
 from hf_suffix_cache.rope import RotarySpec, rotate_keys
+from hf_suffix_cache.store.gather import copy_rows
 from hf_suffix_cache.store.pool import SLAB_BITS, BlockPool, Budget, LayerShape
 
 SPEC = RotarySpec("rotary.inv_freq")
@@ -114,7 +115,7 @@ def test_copied_rows_are_the_stored_ones_turned(runs):
     picked = np.arange(10, 70) if runs == "long" else np.array([3, 9, 4, 77, 50, 51, 20])
     columns = np.arange(len(picked)) + 6
     shifts = np.where(np.arange(len(picked)) < len(picked) // 2, -4, 0)
-    pool.copy_rows(source.addresses(0, picked), target, 0, columns, shifts, FREQUENCIES)
+    copy_rows(pool, source.addresses(0, picked), target, 0, columns, shifts, FREQUENCIES)
     for layer, shape in enumerate(SHAPES):
         keys, values = (target.layer_view(tensor)[0] for tensor in pool.layer_tensors(target.slab, layer))
         for row, column, shift in zip(picked, columns, shifts, strict=True):
@@ -133,7 +134,7 @@ def test_copy_gathers_from_several_slabs():
     rows = [write(pool, first, 1), write(pool, second, 2)]
     target = pool.allocate(40)
     addresses = np.concatenate([first.addresses(0, np.arange(30, 50)), second.addresses(0, np.arange(1900, 1920))])
-    pool.copy_rows(addresses, target, 0, np.arange(40), np.zeros(40, dtype=np.int64), FREQUENCIES)
+    copy_rows(pool, addresses, target, 0, np.arange(40), np.zeros(40, dtype=np.int64), FREQUENCIES)
     keys = target.layer_view(pool.layer_tensors(target.slab, 2)[0])[0]
     assert torch.equal(keys[:, :20], rows[0][2][0][:, 30:50])
     assert torch.equal(keys[:, 20:40], rows[1][2][0][:, 1900:1920])

@@ -11,6 +11,7 @@ from hashlib import blake2b
 import numpy as np
 
 from ..config import PoolExhausted
+from .gather import average_rows, copy_rows
 from .index import LEFT_TOKENS, Run, common_prefix
 from .segments import ALONE_TOKENS, DERIVED, MAX_HOPS, Copies, Segment
 from .shelf import Shelf
@@ -151,7 +152,7 @@ def _begin(shelf: Shelf, copy: Copy, now: float) -> Segment | None:
     except PoolExhausted:
         return None
     rows = np.arange(len(copy))
-    shelf.pool.copy_rows(copy.addresses, extent, 0, rows, np.zeros_like(rows), {})
+    copy_rows(shelf.pool, copy.addresses, extent, 0, rows, np.zeros_like(rows), {})
     mean = Segment(
         ids=copy.ids,
         positions=copy.start + rows,
@@ -185,7 +186,8 @@ def _draw(shelf: Shelf, mean: Segment, first: int, copy: Copy, frequencies, now:
             return mean
         mean = renewed
     positions = mean.positions[first + rows]
-    shelf.pool.average_rows(
+    average_rows(
+        shelf.pool,
         copy.addresses[rows],
         mean.addresses[first + rows],
         positions - (copy.start + rows),

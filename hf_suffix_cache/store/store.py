@@ -14,6 +14,7 @@ from ..config import PoolExhausted, SuffixCacheConfig
 from ..rope import RotarySpec
 from .compaction import CompactionResult, compact_pool
 from .consensus import Computed, learn
+from .gather import copy_rows
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .segments import DERIVED, EXACT, Segment
 from .shelf import Recipe, Sequence, Shelf
@@ -353,7 +354,7 @@ class Store:
             return
         rows = np.arange(columns)
         first, last = old.addresses(0, rows[[0, -1]]).tolist()
-        pool.copy_rows(old.addresses(0, rows), new, 0, rows, np.zeros_like(rows), {})
+        copy_rows(pool, old.addresses(0, rows), new, 0, rows, np.zeros_like(rows), {})
         for segment in sequence.recipe.segments:
             if first <= segment.addresses[0] <= last:
                 moved = segment.addresses - first + int(new.addresses(0, rows[:1])[0])
@@ -386,7 +387,7 @@ class Store:
         except PoolExhausted:
             return False
         columns = np.arange(len(segment))
-        pool.copy_rows(segment.addresses, extent, 0, columns, np.zeros_like(columns), frequencies)
+        copy_rows(pool, segment.addresses, extent, 0, columns, np.zeros_like(columns), frequencies)
         pool.release_rows(segment.addresses)
         segment.addresses = extent.addresses(0, columns)
         return True
