@@ -16,6 +16,7 @@ class UnsupportedModelError(ValueError):
 
 FIDELITIES = ("exact", "balanced", "fast")
 HEAL_ORDERS = ("left", "attention")
+STORE_DTYPES = ("bfloat16", "float16", "int8")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ class SuffixCacheConfig:
             Rows in a pool block.
         max_bytes (`int`, *optional*):
             Store budget. `None`: a quarter of the memory free on the model's device at first use.
+        store_dtype (`str`, *optional*):
+            `"bfloat16"`, `"float16"` or `"int8"`: dtype in which rows that no kept extent holds, and means, are
+            stored. Where that is smaller than the model's, such rows are approximate: `"exact"` never serves them.
+            `None`: the model's own.
+        compact_waste (`float`, *optional*, defaults to 0.25):
+            Share of the used rows that nothing needs from which the pool is packed by itself, a bounded number of
+            rows after each call. `None`: only when `compact()` is called.
         consensus (`bool`, *optional*, defaults to `True`):
             Keep the running mean of a text's rows from different contexts, to be served where no copy's context fits.
         audit_rate (`float`, *optional*, defaults to 0.0):
@@ -87,6 +95,8 @@ class SuffixCacheConfig:
     keep_conversations: int = 4
     block_size: int = 16
     max_bytes: int | None = None
+    store_dtype: str | None = None
+    compact_waste: float | None = 0.25
     consensus: bool = True
     audit_rate: float = 0.0
     settle: bool | str = False
@@ -120,6 +130,10 @@ class SuffixCacheConfig:
         _check_int("block_size", self.block_size, 1, 1024)
         if self.max_bytes is not None:
             _check_int("max_bytes", self.max_bytes, 1, 2**62)
+        if self.store_dtype is not None and self.store_dtype not in STORE_DTYPES:
+            raise ValueError(f"`store_dtype` must be None or one of {STORE_DTYPES}, got {self.store_dtype!r}.")
+        if self.compact_waste is not None:
+            _check_number("compact_waste", self.compact_waste, 0.0, 1.0)
         if self.ttl is not None:
             _check_number("ttl", self.ttl, 0.0, float("inf"))
         if not isinstance(self.namespace, str):

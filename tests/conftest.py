@@ -1,5 +1,6 @@
 """Seeds, one thread, and what every test must leave as it was: models, transformers' generate, the warnings."""
 
+import os
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiny_models import fingerprint, forget, living_models
 
 ORIGINAL_GENERATE = GenerationMixin.generate  # importing the package must not change it
 
+os.environ.setdefault("HF_SUFFIX_CACHE_BUILD", "0")  # no compiler in the background of a test
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 

@@ -15,6 +15,8 @@ WRONG = {
     "tail_tokens": 0,
     "min_match_tokens": 7,
     "keep_conversations": -1,
+    "store_dtype": "float8",
+    "compact_waste": 1.5,
     "block_size": 0,
     "max_bytes": 0,
     "ttl": -1.0,
