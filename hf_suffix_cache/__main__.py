@@ -9,23 +9,45 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     parser = argparse.ArgumentParser(prog="hf-suffix-cache", description="Reuse of computed rows behind generate().")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="versions and devices, for a bug report")
+    commands.add_parser("info", help="versions, devices and kernels, for a bug report")
+    build = commands.add_parser("build", help="compile the kernels now, so that no process has to")
+    build.add_argument("--verbose", action="store_true", help="show the compiler's commands")
     check = commands.add_parser("check", help="measure what a model's rows can do")
     check.add_argument("model", help="a folder or name that AutoModelForCausalLM.from_pretrained takes")
     options = parser.parse_args(arguments)
+    if options.command == "build":
+        return build_kernels(options.verbose)
     return info() if options.command == "info" else check_model(options.model)
 
 
 def info() -> int:
-    """Print versions and devices."""
+    """Print versions, devices and which kernels are in use."""
     import torch
     import transformers
 
-    from . import __version__
+    from . import __version__, building
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     print(f"hf_suffix_cache {__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
     print(f"Python {platform.python_version()}, {platform.machine()}, GPU: {gpu}")
+    for name, state in building.status().items():
+        print(f"kernel {name}: {state}")
+    return 0
+
+
+def build_kernels(verbose: bool) -> int:
+    """Build all kernels and print where they lie; 2 if one can't be built."""
+    from . import building
+
+    missing = building.missing_tools()
+    if missing:
+        return failed("kernels could not be built", RuntimeError(f"{', '.join(missing)} not found"))
+    try:
+        built = building.build(verbose=verbose)
+    except Exception as error:  # whatever is wrong with a compiler
+        return failed("kernels could not be built", error)
+    for name, path in built.items():
+        print(f"{name}: {path}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Seeds, one thread, and what every test must leave as it was: models, transformers' generate, the warnings."""
 
 import os
+import os
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import transformers
 from transformers.generation.utils import GenerationMixin
 
+from hf_suffix_cache import building
 from hf_suffix_cache.store.store import Store
 from tiny_models import fingerprint, forget, living_models
 
@@ -16,6 +18,7 @@ ORIGINAL_GENERATE = GenerationMixin.generate  # importing the package must not c
 
 os.environ.setdefault("HF_SUFFIX_CACHE_BUILD", "0")  # no compiler in the background of a test
 torch.set_num_threads(1)
+os.environ["HF_SUFFIX_CACHE_BUILD"] = "0"  # no test starts a compiler behind another one's back
 transformers.logging.set_verbosity_error()
 
 
@@ -23,6 +26,21 @@ def pytest_configure(config):
     # A call that transformers deprecates is a call that a newer transformers breaks.
     config.addinivalue_line("filterwarnings", "error::FutureWarning")
     config.addinivalue_line("filterwarnings", "error::DeprecationWarning:hf_suffix_cache")
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """`library(name)` with every kernel built, in the usual cache folder; without a compiler the test skips."""
+    if building.missing_tools():
+        pytest.skip(f"kernels can't be built: {building.missing_tools()} not found")
+    building.build()
+    return building.library
+
+
+@pytest.fixture
+def references(monkeypatch):
+    """No kernel serves, built or not."""
+    monkeypatch.setenv("HF_SUFFIX_CACHE_KERNELS", "off")
 
 
 @pytest.fixture(autouse=True)
