@@ -1,7 +1,6 @@
 """Seeds, one thread, and what every test must leave as it was: models, transformers' generate, the warnings."""
 
 import os
-import os
 import random
 
 import numpy as np
@@ -18,7 +17,6 @@ ORIGINAL_GENERATE = GenerationMixin.generate  # importing the package must not c
 
 os.environ.setdefault("HF_SUFFIX_CACHE_BUILD", "0")  # no compiler in the background of a test
 torch.set_num_threads(1)
-os.environ["HF_SUFFIX_CACHE_BUILD"] = "0"  # no test starts a compiler behind another one's back
 transformers.logging.set_verbosity_error()
 
 
