@@ -1,12 +1,53 @@
 """Copying stored rows: gathered into an extent with their keys rotated, or drawn into running means."""
 
+import ctypes
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from ..rope import RotarySpec, rotate_keys
+from ..building import library
+from ..rope import RotarySpec, compute_dtype, rotate_keys, rotation
 from .pool import BlockPool, Extent, LayerShape, Slab
 
 DIRECT_COPY_ROWS = 16  # mean run length from which slices beat index_select (SmolLM2 shapes, 2 cores)
+KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4}  # csrc/rows.cpp's
+ARGUMENTS = 21  # of its rows_copy
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """
+    Copies of neighbouring rows: `[source[i], source[i] + length[i])` goes to the rows from `target[i]` on, keys turned
+    by `shift[i]` positions. All int64 `[runs]`; `source` are addresses, or rows of one slab.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+    length: np.ndarray
+    shift: np.ndarray
+
+    @classmethod
+    def of(cls, source: np.ndarray, target: np.ndarray, shifts: np.ndarray) -> "Runs":
+        """The longest runs of these rows, `[rows]` each, in their order."""
+        cuts = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1) | (np.diff(shifts) != 0)) + 1
+        starts = np.concatenate(([0], cuts)) if len(source) else np.empty(0, dtype=np.int64)
+        length = np.diff(np.append(starts, len(source)))
+        parts = source[starts], target[starts], length, shifts[starts]
+        return cls(*(np.asarray(part, dtype=np.int64) for part in parts))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def part(self, index: np.ndarray, rows: np.ndarray) -> "Runs":
+        """These runs, whose sources are `rows` of one slab."""
+        return Runs(rows, self.target[index], self.length[index], self.shift[index])
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Source, target and shift of each row, `[rows]` each."""
+        within = np.arange(self.length.sum()) - np.repeat(np.cumsum(self.length) - self.length, self.length)
+        source, target, shift = (np.repeat(part, self.length) for part in (self.source, self.target, self.shift))
+        return source + within, target + within, shift
 
 
 def copy_rows(
@@ -19,26 +60,26 @@ def copy_rows(
     frequencies: dict[RotarySpec, torch.Tensor],
 ) -> None:
     """
-    Gather stored rows into an extent, keys rotated by `shifts`, all layers of a group at a time.
+    Gather stored rows into an extent, keys rotated by `shifts`, all layers of a group at a time. Rows that stay where
+    they are (shift 0) keep their bits, unless one of both slabs keeps rows in a smaller dtype.
 
     Args:
         pool (`BlockPool`): Where the rows lie.
         addresses (`np.ndarray` of `[rows]`): Where the rows lie.
-        target (`Extent`), row (`int`), columns (`np.ndarray` of `[rows]`): Where they go.
+        target (`Extent`), row (`int`), columns (`np.ndarray` of `[rows]`): Where they go; each column once.
         shifts (`np.ndarray` of `[rows]`): Positions to move each key by.
         frequencies (`dict`): Live inverse frequencies by `RotarySpec`.
     """
-    base = target.start + row * target.rows
-    for slab, rows, index in pool.by_slab(addresses):
-        destination, moves = base + columns[index], shifts[index]
-        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(destination) != 1) | (np.diff(moves) != 0)) + 1
-        borders = np.concatenate(([0], cuts, [len(rows)]))
+    runs = Runs.of(addresses, target.start + row * target.rows + columns, shifts)
+    for slab, first, index in pool.by_slab(runs.source):  # rows of two slabs are never neighbours
+        part, turns = runs.part(index, first), {}
         for shape in pool.groups:
+            if _cold(slab) or _cold(target.slab):
+                _recode(shape, slab, target.slab, part, frequencies)
+                continue
             for source, goal, turn in _slots(shape, slab, target.slab, frequencies):
-                if len(rows) >= DIRECT_COPY_ROWS * (len(borders) - 1):
-                    _copy_runs(source, goal, rows, destination, moves, borders, turn)
-                else:
-                    _copy_scattered(source, goal, rows, destination, moves, turn)
+                if source.numel() and not _copy_compiled(source, goal, part, turn, turns):
+                    _copy_reference(source, goal, part, turn)
 
 
 def average_rows(
@@ -64,51 +105,174 @@ def average_rows(
     ((target, into, _),) = pool.by_slab(means)
     for slab, rows, index in pool.by_slab(addresses):
         for shape in pool.groups:
-            for source, goal, turn in _slots(shape, slab, target, frequencies):
-                _average(source, goal, rows, into[index], shifts[index], counts[index], turn)
+            for slot, spec in _specs(shape):
+                turn = None if spec is None else (frequencies.get(spec), spec)
+                _average(shape, slot, slab, rows, target, into[index], shifts[index], counts[index], turn)
+
+
+def _specs(shape: LayerShape):
+    """Each slot of layers of one shape, and how it rotates."""
+    return ("keys", shape.rotary), ("values", shape.value_rotary)
 
 
 def _slots(shape: LayerShape, slab: Slab, target: Slab, frequencies):
     """Source, target, and frequencies and spec if it is rotated, of the keys and the values of layers of one shape."""
-    for source, goal, spec in (
-        (slab.keys[shape], target.keys[shape], shape.rotary),
-        (slab.values[shape], target.values[shape], shape.value_rotary),
-    ):
-        yield source, goal, None if spec is None else (frequencies.get(spec), spec)
+    for slot, spec in _specs(shape):
+        turn = None if spec is None else (frequencies.get(spec), spec)
+        yield getattr(slab, slot)[shape], getattr(target, slot)[shape], turn
 
 
-def _average(source, goal, rows, destination, moves, counts, turn) -> None:
-    """One slot of `average_rows`."""
+# -- compiled -------------------------------------------------------------------------------------------------------
+
+
+def _copy_compiled(source: torch.Tensor, goal: torch.Tensor, runs: Runs, turn, turns: dict) -> bool:
+    """One slot by the kernel; False, and nothing is done, if there is none for it. `turns` keeps tables."""
     device = source.device
-    here, there = (torch.from_numpy(np.ascontiguousarray(index)).to(device) for index in (rows, destination))
-    dtype = torch.promote_types(goal.dtype, torch.float32)
-    states = source.index_select(2, here).to(dtype)
-    if moves.any() and turn is not None:
-        states = rotate_keys(states, torch.from_numpy(np.ascontiguousarray(moves)), *turn)
-    mean = goal.index_select(2, there).to(dtype)
-    weight = torch.from_numpy(1.0 / (counts + 1)).to(device, dtype)
-    goal.index_copy_(2, there, (mean + (states - mean) * weight[:, None]).to(goal.dtype))
+    kernel = library("rows", device.type) if source.dtype in KINDS and goal.dtype == source.dtype else None
+    if kernel is None:
+        return False
+    which, cosines, sines, spec = _tables(runs, turn, source, turns)
+    arrays = [runs.source, runs.target, runs.length, which]
+    if device.type == "cpu":
+        places, last = [array.ctypes.data for array in arrays], torch.get_num_threads()
+    else:
+        arrays = [torch.from_numpy(array).to(device) for array in arrays]  # freed behind the kernel, on its stream
+        places, last = [array.data_ptr() for array in arrays], torch.cuda.current_stream(device).cuda_stream
+    if kernel.rows_copy.argtypes is None:
+        kernel.rows_copy.argtypes, kernel.rows_copy.restype = [ctypes.c_int64] * ARGUMENTS, ctypes.c_int64
+    layers, heads, _, dim = source.shape
+    ends = [
+        number
+        for tensor in (source, goal)
+        for number in (tensor.data_ptr(), *(step * tensor.itemsize for step in tensor.stride()[:2]))
+    ]
+    tables = (0, 0, 0, 0, 0)
+    if spec is not None:
+        start, interleaved = spec.start, int(spec.layout == "interleaved")
+        tables = (cosines.data_ptr(), sines.data_ptr(), cosines.shape[1], start, interleaved)
+    return kernel.rows_copy(*ends, layers, heads, dim, KINDS[source.dtype], len(runs), *places, *tables, last) == 0
 
 
-def _copy_runs(source, goal, rows, destination, moves, borders, turn) -> None:
-    """Slice copies, one per run of neighbouring rows with one shift. `turn`: a rotated slot's frequencies and spec."""
-    for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
-        here = slice(int(rows[start]), int(rows[start]) + stop - start)
-        there = slice(int(destination[start]), int(destination[start]) + stop - start)
-        states, shift = source[:, :, here], int(moves[start])
+def _tables(runs: Runs, turn, states: torch.Tensor, turns: dict) -> tuple:
+    """
+    Which row of the tables turns each run, -1 for none: int64 `[runs]`; cosine and sine of each shift, `[shifts,
+    pairs]`, and the spec; None for these if nothing turns.
+    """
+    if turn is None or not runs.shift.any():
+        return np.full(len(runs), -1, dtype=np.int64), None, None, None
+    frequencies, spec = turn
+    key = spec, states.dtype
+    if key not in turns:
+        shifts, which = np.unique(runs.shift, return_inverse=True)
+        which = np.where(runs.shift != 0, which, -1)
+        steps = spec.sign * frequencies.to(states.device)
+        turns[key] = which, *rotation(torch.from_numpy(shifts), steps, compute_dtype(states)), spec
+    return turns[key]
+
+
+# -- reference ------------------------------------------------------------------------------------------------------
+
+
+def _copy_reference(source: torch.Tensor, goal: torch.Tensor, runs: Runs, turn) -> None:
+    """One slot by torch."""
+    if runs.length.sum() >= DIRECT_COPY_ROWS * len(runs):
+        _copy_runs(source, goal, runs, turn)
+    else:
+        _copy_scattered(source, goal, runs, turn)
+
+
+def _copy_runs(source: torch.Tensor, goal: torch.Tensor, runs: Runs, turn) -> None:
+    """Slice copies, one per run."""
+    parts = (part.tolist() for part in (runs.source, runs.target, runs.length, runs.shift))
+    for start, to, length, shift in zip(*parts, strict=True):
+        states = source[:, :, start : start + length]
         if shift and turn is not None:
             states = rotate_keys(states, shift, *turn)
-        goal[:, :, there] = states
+        goal[:, :, to : to + length] = states
 
 
-def _copy_scattered(source, goal, rows, destination, moves, turn) -> None:
+def _copy_scattered(source: torch.Tensor, goal: torch.Tensor, runs: Runs, turn) -> None:
     """One indexed copy, each row with its own shift."""
-    device = source.device
-    here = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
-    there = torch.from_numpy(np.ascontiguousarray(destination)).to(device)
-    states = source.index_select(2, here)
+    rows, destination, shifts = runs.rows()
+    states = _turned(source.index_select(2, _index(rows, source)), shifts, turn)
+    goal.index_copy_(2, _index(destination, source), states)
+
+
+def _turned(states: torch.Tensor, shifts: np.ndarray, turn) -> torch.Tensor:
+    """Rows `[..., rows, dim]`, each turned by its own shift."""
+    if turn is None or not shifts.any():
+        return states
+    turned = rotate_keys(states, torch.from_numpy(shifts), *turn)
+    # rows that stay where they are keep their bits: a rotation by 0 would turn -0.0 into 0.0
+    return torch.where(torch.from_numpy(shifts != 0).to(states.device)[:, None], turned, states)
+
+
+def _index(rows: np.ndarray, states: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(rows)).to(states.device)
+
+
+# -- slabs that keep rows in a smaller dtype ------------------------------------------------------------------------
+
+
+def _recode(shape: LayerShape, slab: Slab, target: Slab, runs: Runs, frequencies) -> None:
+    """Layers of one shape, from or to a slab of another dtype than the model's."""
+    rows, destination, shifts = runs.rows()
+    for slot, spec in _specs(shape):
+        if getattr(slab, slot)[shape].numel() == 0:
+            continue
+        if _cold(slab) == _cold(target) and (spec is None or not shifts.any()):
+            for source, goal in zip(_kept(slab, shape, slot), _kept(target, shape, slot), strict=True):
+                goal.index_copy_(2, _index(destination, goal), source.index_select(2, _index(rows, source)))
+            continue
+        turn = None if spec is None else (frequencies.get(spec), spec)
+        states = _turned(_read(slab, shape, slot, rows), shifts, turn)
+        if _cold(target) is None:
+            goal = getattr(target, slot)[shape]
+            goal.index_copy_(2, _index(destination, goal), states)
+        else:
+            from .cold import encode
+
+            encode(target, shape, slot, destination, states)
+
+
+def _cold(slab: Slab) -> torch.dtype | None:
+    """The smaller dtype that a slab keeps its rows in, if it does."""
+    return getattr(slab, "cold", None)
+
+
+def _kept(slab: Slab, shape: LayerShape, slot: str) -> list[torch.Tensor]:
+    """All that a slab keeps of one slot, `[layers, kv_heads, rows, ...]` each."""
+    scales = getattr(slab, f"{slot[:-1]}_scales", {}).get(shape)
+    return [getattr(slab, slot)[shape], *([] if scales is None else [scales])]
+
+
+def _read(slab: Slab, shape: LayerShape, slot: str, rows: np.ndarray) -> torch.Tensor:
+    """Rows in the model's dtype, `[layers, kv_heads, rows, dim]`."""
+    if _cold(slab) is not None:
+        from .cold import decode
+
+        return decode(slab, shape, slot, rows)
+    states = getattr(slab, slot)[shape]
+    return states.index_select(2, _index(rows, states))
+
+
+# -- means ----------------------------------------------------------------------------------------------------------
+
+
+def _average(shape, slot, slab, rows, target, into, moves, counts, turn) -> None:
+    """One slot of `average_rows`."""
+    states = _read(slab, shape, slot, rows)
+    dtype = torch.promote_types(states.dtype, torch.float32)
+    states = states.to(dtype)
     if moves.any() and turn is not None:
-        turned = rotate_keys(states, torch.from_numpy(np.ascontiguousarray(moves)), *turn)
-        # rows that stay where they are keep their bits: a rotation by 0 would turn -0.0 into 0.0
-        states = torch.where(torch.from_numpy(moves != 0).to(device)[:, None], turned, states)
-    goal.index_copy_(2, there, states)
+        states = rotate_keys(states, torch.from_numpy(np.ascontiguousarray(moves)), *turn)
+    mean = _read(target, shape, slot, into).to(dtype)
+    weight = torch.from_numpy(1.0 / (counts + 1)).to(mean.device, dtype)
+    mean = mean + (states - mean) * weight[:, None]
+    if _cold(target) is None:
+        goal = getattr(target, slot)[shape]
+        goal.index_copy_(2, _index(into, goal), mean.to(goal.dtype))
+    else:
+        from .cold import encode
+
+        encode(target, shape, slot, into, mean.to(shape.dtype))
