@@ -111,6 +111,7 @@ class DriftCorrection:
         self.shapes = dict(zip((layer.index for layer in view.own_layers), view.shelf.pool.shapes, strict=True))
         self._columns: np.ndarray | None = None
         self._here: tuple[np.ndarray, np.ndarray] = (self.anchors[:0], self.anchors[:0])
+        self._before: dict[tuple, torch.Tensor] = {}  # differences at the anchors of earlier pieces of this forward
         self._turns: dict[tuple, tuple] = {}
         self._on_device: dict[tuple, tuple] = {}
 
@@ -135,16 +136,26 @@ class DriftCorrection:
     ) -> None:
         """
         Correct one slot (`"keys"` or `"values"`) of one batch row: `place` says where in `states`, `[kv_heads,
-        columns, head_dim]`, the fresh rows of the anchors numbered `here` are.
+        columns, head_dim]`, the fresh rows of the anchors numbered `here` are. Where a pass runs in pieces, each is
+        given the anchors behind those of the piece before it, and corrects the targets up to the anchors to come: a
+        target is written once, and gets the same bits as in one piece.
         """
         spec = self.shapes[layer.index].rotary if slot == "keys" else self.shapes[layer.index].value_rotary
         device = states.device
         anchors, targets, kept, blocks = self._placed(slot, device)
+        borders = self.anchors[here[0]], self.anchors[min(here[-1] + 1, len(self.anchors) - 1)]
+        first, stop = np.searchsorted(self.targets[self.kept], borders).tolist()
+        final = here[-1] + 1 == len(self.anchors)
+        mine = slice(first if here[0] else 0, None if final else stop)
         here, place = (torch.from_numpy(index).to(device) for index in (here, place))
         buffer = layer.buffer(slot)[row]
         fresh = states.index_select(1, place).float()
-        difference = fresh.new_zeros(states.shape[0], len(anchors), states.shape[-1])
+        difference = self._before.pop((layer.index, slot, row), None)
+        if difference is None:
+            difference = fresh.new_zeros(states.shape[0], len(anchors), states.shape[-1])
         difference[:, here] = fresh - buffer.index_select(1, anchors[here]).float()
+        if not final:
+            self._before[layer.index, slot, row] = difference
         if spec is not None:
             difference = turn(difference, *self._turn(spec, "anchors", device), spec)
         estimate = difference.new_zeros(states.shape[0], len(self.targets), states.shape[-1])
@@ -152,7 +163,8 @@ class DriftCorrection:
             estimate[:, rows] = weights @ difference[:, columns]
         if spec is not None:
             estimate = turn(estimate, *self._turn(spec, "targets", device), spec)
-        corrected = buffer.index_select(1, targets).float() + estimate.index_select(1, kept)
+        targets = targets[mine]
+        corrected = buffer.index_select(1, targets).float() + estimate.index_select(1, kept[mine])
         buffer.index_copy_(1, targets, corrected.to(buffer.dtype))
 
     def _placed(self, slot: str, device: torch.device) -> tuple:

@@ -15,6 +15,8 @@ def cannot_filter(passes, model) -> str | None:
         return f"the model's decoder layers were not found; {instead}"
     if passes.chunk:
         return f"rows are filtered in one forward, which prefill_chunk_size forbids; {instead}"
+    if not passes.mask_fits(int(passes.columns(lambda row: row.computed | (row.kinds == SHIFTED)).sum())):
+        return f"rows are filtered in one forward, whose mask would be too large for this prompt; {instead}"
     if len(passes.view.own_layers) != len(passes.view.layers):
         return f"layers that share rows can't be filtered one by one; {instead}"
     return None

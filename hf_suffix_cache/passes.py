@@ -1,30 +1,34 @@
-"""The forwards that compute a planned prompt: the probe, the repair, and the arguments of the last pass."""
+"""The passes that compute a planned prompt: the probe, the repair, and the arguments of the last one."""
 
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 
-from .attention import Probe, open_pass
-from .bound.features import FULL
+from .attention import Probe
+from .bound.features import FULL, LEVEL_NAMES
 from .capability import Capability, is_compiled
 from .drift import DriftCorrection
 from .escalation import Escalation
 from .filtering import cannot_filter, deviation_of, run_filtered
+from .forwards import Forwards, logits_of
+from .grouping import groups_of
 from .inputs import PromptBatch
 from .narrowing import RowWatch
 from .prompt import EXACT, SHIFTED, PlannedRow
-from .reach import ReachProbe
 from .repair import MIN_PROBE_QUERIES, PROBE_QUERIES, FirstRows, fraction_for, preset
 from .report import ReuseReport
 from .signals import features, watched_layers
 from .view import View
 
+__all__ = ["Passes", "logits_of"]
 
-class Passes:
+
+class Passes(Forwards):
     """
-    What one first forward of the caller's becomes.
+    What one first forward of the caller's becomes. Prompts of a batch that are served differently are split into
+    groups, each with `Passes` of its own for everything before the last pass, which is the caller's over all rows.
 
     Args:
         view (`View`): Holds the served rows.
@@ -37,7 +41,7 @@ class Passes:
         rule (*optional*): Predicts the KL of what is served, and says how far repair must go (`bound/`).
         trace (list, *optional*): Run every level of escalation and append what each one gave.
         frequencies (callable): Gives the model's live rotary frequencies by `RotarySpec`.
-        reload (callable): Gathers the moved rows of every prompt anew.
+        reload (callable): Gathers the moved rows of some prompts (a `range` of their numbers) anew.
     """
 
     def __init__(
@@ -55,56 +59,112 @@ class Passes:
         trace: list | None = None,
         frequencies=dict,
         reload=None,
+        first_prompt: int = 0,
     ):
-        self.view = view
-        self.batch = batch
+        super().__init__(view, batch, config, capability, chunk, report, stack)
         self.rows = rows
-        self.config = config
-        self.capability = capability
-        self.chunk = chunk
         self.whole = whole
-        self.report = report
         self.rule = rule
         self.trace = trace
         self.frequencies = frequencies
         self.reload = reload
+        self.first_prompt = first_prompt  # of the request's, where these are a group of them
         self.attention: np.ndarray | None = None  # of the probe, [batch rows, columns]
         self.logits: torch.Tensor | None = (
             None  # of the prompt's last token after the newest pass, [batch rows, vocab]
         )
         self.watch: RowWatch | None = None
-        self.reach: np.ndarray | None = None  # how far the last pass' rows looked, [batch rows, columns, distances]
-        self._reach_probe: ReachProbe | None = None
-        self._open = stack
+        self.groups: list[Passes] = []  # one for each group of prompts, where they run apart
 
     # -- all passes but the last ----------------------------------------------------------------------------------
 
     def run(self, model, kwargs: dict) -> dict:
         """Run all passes but the last; return the last one's arguments."""
+        started = time.perf_counter()
+        groups = self._groups(model, kwargs)
+        if len(groups) > 1:
+            for members in groups:
+                self._run_group(model, kwargs, members)
+            last = self.only_kept(kwargs)
+        else:
+            last = self._compute(model, kwargs)
+        if any((row.planned_kinds == SHIFTED).any() for row in self.rows):
+            self.report.timings["repair"] = time.perf_counter() - started
+        self.report.set_spans([row.spans() for row in self.rows])
+        return self.last_pass(model, kwargs, np.flatnonzero(last))
+
+    def _compute(self, model, kwargs: dict) -> np.ndarray:
+        """Run all passes but the last; bool `[columns]` of that one."""
         new = self.columns(lambda row: row.computed)
         new[0 if self.whole else self.batch.prompt_columns :] = True
         if self.capability.kind == "prefix":
             new[np.argmax(new) :] = True  # such a model is only run on: what follows the first new row is new
         last = new
         if any((row.kinds == SHIFTED).any() for row in self.rows):
-            started = time.perf_counter()
             if self.trace is not None or self.config.max_kl is not None:
                 last = Escalation(self).run(model, kwargs, new)
             else:
                 last = self._repair(model, kwargs, new)
-            self.report.timings["repair"] = time.perf_counter() - started
         for row in self.rows:
             row.mark_recomputed(np.flatnonzero(new))  # computed for a neighbour's sake
-        self.report.set_spans([row.spans() for row in self.rows])
-        return self._last_pass(model, kwargs, np.flatnonzero(last))
+        return last
+
+    def _groups(self, model, kwargs: dict) -> list[range]:
+        """Prompts that run together, neighbours each; all in one where they can't run apart or it doesn't pay."""
+        together = [range(len(self.rows))]
+        if len(self.rows) == 1 or self.whole or self.trace is not None or is_compiled(model):
+            return together
+        # such frequencies are those of the longest text in a forward
+        if self.capability.length_dependent or isinstance(kwargs.get("logits_to_keep"), torch.Tensor):
+            return together
+        policy, fraction = preset(self.config.fidelity, self.config.repair, self.config.repair_fraction)
+        device = kwargs["input_ids"].device.type
+        return groups_of(self.rows, self.batch, self.only_kept(kwargs), policy, fraction, device)
+
+    def _run_group(self, model, kwargs: dict, members: range) -> None:
+        """Run everything but the kept columns of some prompts, in the view narrowed to their batch rows."""
+        rows = slice(members.start * self.batch.group, members.stop * self.batch.group)
+        shared = self.batch.prompt_columns, self.batch.group
+        group = Passes(
+            self.view,
+            PromptBatch(self.batch.ids[rows], self.batch.pads[rows], *shared),
+            self.rows[members.start : members.stop],
+            self.config,
+            self.capability,
+            self.chunk,
+            False,
+            ReuseReport(),
+            self._open,
+            self.rule,
+            None,
+            self.frequencies,
+            self.reload,
+            members.start,
+        )
+        kwargs = {name: self._of_rows(value, rows) for name, value in kwargs.items()}
+        with self.view.narrowed(rows):
+            last = group._compute(model, kwargs) & ~self.only_kept(kwargs)
+            if last.any():
+                group.forward(model, kwargs, np.flatnonzero(last), final=True)
+            self.view.watches = ()
+        self.groups.append(group)
+        self.report.computed_rows += group.report.computed_rows
+        self.report.equivalent_rows += group.report.equivalent_rows
+        reasons = {part.report.reason: None for part in self.groups if part.report.reason}
+        self.report.reason = "; ".join(reasons) or self.report.reason
+
+    def _of_rows(self, value, rows: slice):
+        """Some batch rows of an argument `[batch, ...]`; others, and what all rows share, as they are."""
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == self.batch.rows:
+            return value[rows]
+        return value
 
     def finish(self, logits: torch.Tensor | None) -> None:
         """The last pass has run and gave `logits`, `[batch, kept, vocabulary]`: say what is to be expected of them."""
         self.view.watches = ()
-        read = None if self._reach_probe is None else self._reach_probe.reach()
-        if read is not None:
-            self.reach = np.full((self.batch.rows, self.batch.columns, read.shape[2]), np.nan, dtype=np.float16)
-            self.reach[:, self._reach_probe.columns] = read
+        if self.groups:
+            self._finish_groups(logits)
+            return
         if self.report.level is not None:  # escalation has told what it went by, and a full prefill errs by nothing
             self.report.expected_kl = 0.0 if self.report.level == FULL else self.report.expected_kl
             return
@@ -114,6 +174,35 @@ class Passes:
         drafts = self.batch.columns - self.batch.prompt_columns
         known = logits is not None and logits.dim() == 3 and logits.shape[1] > drafts
         self.predict(logits[:, -1 - drafts].detach() if known else None)
+
+    def _finish_groups(self, logits: torch.Tensor | None) -> None:
+        """What is to be expected of each group; the batch errs by as much as the worst of them."""
+        found, levels, expected = [], [], []
+        for group in self.groups:
+            first = group.first_prompt * self.batch.group
+            group.finish(None if logits is None else logits[first : first + group.batch.rows])
+            found += group.report.features or [{} for _ in group.rows]
+            levels += [group.report.level] if group.report.level else []
+            expected += [group.report.expected_kl] if group.report.level or any(group.report.features) else []
+        if not expected:
+            return
+        self.report.take_features(found, self.rule)
+        self.report.expected_kl = None if None in expected else max(expected)
+        self.report.level = max(levels, key=LEVEL_NAMES.index) if levels else None
+
+    @property
+    def reach(self) -> np.ndarray | None:
+        """How far the rows that were last run looked, `[batch rows, columns, distances]`; None if none was read."""
+        found = super().reach
+        for group in self.groups:
+            read, first = group.reach, group.first_prompt * self.batch.group
+            if read is None:
+                continue
+            if found is None:
+                found = np.full((self.batch.rows, *read.shape[1:]), np.nan, dtype=np.float16)
+            place = found[first : first + group.batch.rows]
+            place[:] = np.where(np.isnan(place), read, place)
+        return found
 
     def predict(self, logits: torch.Tensor | None) -> list[dict]:
         """Features of every prompt after a pass that gave `logits`, `[batch, vocabulary]`; the report takes them."""
@@ -141,11 +230,6 @@ class Passes:
             union[row.pad : row.pad + len(row.ids)] |= of_row(row)
         return union
 
-    def kept(self, kwargs: dict) -> int:
-        """Columns at the end whose logits are needed."""
-        asked = kwargs.get("logits_to_keep", 0)
-        return asked if isinstance(asked, int) and asked > 0 else 1
-
     def mark(self, columns: np.ndarray) -> None:
         """These columns, bool `[columns]`, were served and are recomputed."""
         for row in self.rows:
@@ -155,7 +239,7 @@ class Passes:
         """The repair of these columns, bool `[columns]`, is undone: moved rows are as they were served."""
         for row in self.rows:
             row.unmark_recomputed(columns[row.pad : row.pad + len(row.ids)])
-        self.reload()
+        self.reload(range(self.first_prompt, self.first_prompt + len(self.rows)))
 
     # -- repair ---------------------------------------------------------------------------------------------------
 
@@ -279,106 +363,6 @@ class Passes:
             chosen[row.pad + positions] = True
         return chosen
 
-    # -- forwards -------------------------------------------------------------------------------------------------
-
-    def forward(
-        self,
-        model,
-        kwargs: dict,
-        columns: np.ndarray,
-        probe: Probe | None = None,
-        explicit_masks: bool = False,
-        eager: bool = False,
-    ) -> torch.Tensor | None:
-        """
-        A scattered forward of our own, in chunks if the caller asked for them; gives the last column's logits,
-        `[batch, vocabulary]`; `eager`: not compiled. Columns behind a chunk may not have been written yet, and are not
-        handed out.
-        """
-        output = None
-        for part in self._chunks(columns):
-            reader, total = probe if part[-1] == columns[-1] else None, int(part[-1]) + 1
-            with torch.no_grad(), self._placed(model, part, total, reader, explicit_masks):
-                # a probe's attention function is not the one that a compiled forward was compiled for
-                special = reader is not None or explicit_masks or eager
-                forward = torch.compiler.disable(model.forward) if special else model.forward
-                output = forward(**self._arguments(kwargs, part, total, last=False))
-            self.count(len(part))
-        return last_logits(output)
-
-    def count(self, rows: int, share: float = 1.0) -> None:
-        """Rows of one forward that the first layer saw; `share` of the layers' work on them was done."""
-        self.report.computed_rows += self.batch.rows * rows
-        self.report.equivalent_rows += self.batch.rows * rows * share
-
-    def only_kept(self, kwargs: dict) -> np.ndarray:
-        """Everything is final: the last pass, bool `[columns]`, only has to give the logits."""
-        last = np.zeros(self.batch.columns, dtype=bool)
-        last[min(self.batch.columns - self.kept(kwargs), self.batch.prompt_columns - 1) :] = True
-        return last
-
-    @contextmanager
-    def _placed(
-        self, model, columns: np.ndarray, total: int, probe: Probe | None = None, explicit_masks: bool = False
-    ):
-        """
-        Where the forward inside writes its rows: behind those before them, or scattered among them. A probe wants to
-        see every key, which a layer with a window hands out to scattered rows only.
-        """
-        if columns[-1] - columns[0] + 1 == len(columns) and probe is None and not explicit_masks:
-            self.view.set_length(int(columns[0]))
-            yield
-        else:
-            with open_pass(model, probe, explicit_masks), self.view.scatter(columns, total):
-                yield
-
-    def _last_pass(self, model, kwargs: dict, columns: np.ndarray) -> dict:
-        """Arguments of the forward that transformers itself runs; what it needs open stays open until it returns."""
-        *before, part = self._chunks(columns)
-        for early in before:
-            self.forward(model, kwargs, early)
-        self.count(len(part))
-        if self._keeps_reach(model):
-            self._reach_probe = ReachProbe(part, self.batch.pads)
-        elif len(part) == self.batch.columns:
-            self.view.set_length(0)
-            return kwargs
-        self._open.enter_context(self._placed(model, part, self.batch.columns, self._reach_probe))
-        return self._arguments(kwargs, part, self.batch.columns, last=True)
-
-    def _keeps_reach(self, model) -> bool:
-        """Whether the rows of the last pass are asked how far they look."""
-        wanted = getattr(self.config.repair, "needs_outside_mass", False) and self.config.store
-        return wanted and self.capability.reads_attention and not is_compiled(model)
-
-    def _chunks(self, columns: np.ndarray) -> list[np.ndarray]:
-        if not self.chunk or len(columns) <= self.chunk:
-            return [columns]
-        return np.array_split(columns, range(self.chunk, len(columns), self.chunk))
-
-    def _arguments(self, kwargs: dict, columns: np.ndarray, total: int, last: bool) -> dict:
-        """The call's arguments for some of its columns. A 2-D mask speaks of keys: of the `total` handed-out ones."""
-        ids = kwargs["input_ids"]
-        index = torch.from_numpy(columns).to(ids.device)
-        changed = {**kwargs, "input_ids": ids.index_select(1, index)}
-        if self.capability.takes_positions:
-            positions = kwargs.get("position_ids")
-            if positions is None:
-                counted = np.maximum(np.arange(self.batch.columns) - self.batch.pads[:, None], 0)
-                positions = torch.from_numpy(counted).to(ids.device)
-            changed["position_ids"] = positions.index_select(1, index)
-        mask = kwargs.get("attention_mask")
-        if mask is not None:
-            changed["attention_mask"] = mask[:, :total]
-        elif self.view.slots is not None and self.capability.takes_mask:
-            # some models make up a mask of as many ones as they count keys, which scattered rows they can't
-            changed["attention_mask"] = ids.new_ones(ids.shape[0], total)
-        if kwargs.get("token_type_ids") is not None:
-            changed["token_type_ids"] = kwargs["token_type_ids"].index_select(1, index)
-        if not last and "logits_to_keep" in kwargs:
-            changed["logits_to_keep"] = 1
-        return changed
-
 
 def _positions(policy, chosen) -> np.ndarray:
     """What a policy's `select` gave, as int64 `[rows]`; `TypeError` for anything but positions."""
@@ -392,15 +376,3 @@ def _positions(policy, chosen) -> np.ndarray:
     if chosen.ndim != 1 or (len(chosen) and chosen.dtype.kind not in "iu"):
         raise TypeError(f"{name} must give a 1-D array of integers, got {chosen.dtype} of shape {chosen.shape}.")
     return chosen.astype(np.int64)
-
-
-def last_logits(output) -> torch.Tensor | None:
-    """The last column's logits of a forward's output, `[batch, vocabulary]`, if it has any."""
-    logits = logits_of(output)
-    return None if logits is None else logits[:, -1].detach()
-
-
-def logits_of(output) -> torch.Tensor | None:
-    """Logits of a forward's output, `[batch, columns, vocabulary]`: an output object, or a tuple that begins so."""
-    logits = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", None)
-    return logits if isinstance(logits, torch.Tensor) and logits.dim() == 3 else None

@@ -348,10 +348,10 @@ class Request:
                 recipe = replace(planned.served, drifts=tuple(planned.drifts))
                 replay(self.view, recipe, number, planned.pad, frequencies)
 
-    def _reload(self) -> None:
-        """Gather the moved rows anew: what was written in their places is undone."""
+    def _reload(self, prompts: range) -> None:
+        """Gather the moved rows of these prompts anew: what was written in their places is undone."""
         frequencies = self.frequencies()
-        for number in range(self.batch.rows):
+        for number in range(prompts.start * self.batch.group, prompts.stop * self.batch.group):
             row = self.rows[number // self.batch.group]
             moved = np.flatnonzero(row.kinds == SHIFTED)
             if len(moved):

@@ -292,6 +292,19 @@ class View(Cache):
         finally:
             self.slots = self.columns = None
 
+    @contextmanager
+    def narrowed(self, rows: slice):
+        """Inside, the view consists of some of its batch rows: forwards of those write into the whole one's memory."""
+        before = [(layer, layer.buffer("keys"), layer.buffer("values")) for layer in self.own_layers]
+        with torch.inference_mode(False):
+            for layer, keys, values in before:
+                layer.bind(keys[rows], values[rows])
+        try:
+            yield
+        finally:
+            for layer, keys, values in before:
+                layer.bind(keys, values)
+
     def contiguous(self, start: int, stop: int) -> np.ndarray:
         """Columns `[start, stop)`: the same array for every layer of a forward."""
         if self._range is None or self._range[0] != (start, stop):
