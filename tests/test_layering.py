@@ -9,7 +9,8 @@ PACKAGE = Path(__file__).parent.parent / "hf_suffix_cache"
 
 TIERS = [
     {"config"},
-    {"kernels", "rope", "masks", "regimes"},
+    {"building"},
+    {"kernels", "rope", "masks", "regimes", "grouped", "flash"},
     {"store"},
     {"view", "planning", "repair", "capability", "identity", "attention", "report", "bound", "reach"},
     {"prompt", "measurement", "narrowing", "drift"},
@@ -43,6 +44,8 @@ PART_OF = {
     "diagnosis": "cache",
     "drafting": "request",
     "tracing": "cache",
+    "forwards": "passes",
+    "grouping": "passes",
 }
 FORBIDDEN = {("generation", "store"): "generation knows a store by its open_view method only"}
 MAY_NAME_TRANSFORMERS = {"__main__", "cache", "view", "generation", "attention", "capability", "measurement", "learn"}
