@@ -136,8 +136,9 @@ def _copy_compiled(source: torch.Tensor, goal: torch.Tensor, runs: Runs, turn, t
     if device.type == "cpu":
         places, last = [array.ctypes.data for array in arrays], torch.get_num_threads()
     else:
-        arrays = [torch.from_numpy(array).to(device) for array in arrays]  # freed behind the kernel, on its stream
-        places, last = [array.data_ptr() for array in arrays], torch.cuda.current_stream(device).cuda_stream
+        arrays[2] = runs.length.cumsum()  # csrc/rows.cu: its threads look up the run that they are in
+        lists = torch.from_numpy(np.stack(arrays)).to(device)  # one transfer; freed behind the kernel, on its stream
+        places, last = [part.data_ptr() for part in lists], torch.cuda.current_stream(device).cuda_stream
     if kernel.rows_copy.argtypes is None:
         kernel.rows_copy.argtypes, kernel.rows_copy.restype = [ctypes.c_int64] * ARGUMENTS, ctypes.c_int64
     layers, heads, _, dim = source.shape

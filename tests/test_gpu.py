@@ -1,0 +1,129 @@
+"""
+What runs on a GPU: that it compiles without one, and what it gives on one.
+
+Kernels compile with plain nvcc where that is at hand. `rows.cu` also runs on the CPU, thread by thread, through a
+stand-in of CUDA's runtime (`cuda_shim/`). Tests marked `gpu` need a card; `scripts/gpu_check.sh` runs and times them.
+"""
+
+import ctypes
+import itertools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_suffix_cache import building
+from hf_suffix_cache.store import gather
+from test_gather import DTYPES, PICKED, ROTATIONS, SHIFTS, check, fill, frequencies_of, make_pool
+
+SOURCES = sorted(building.SOURCES.glob("*.cu"))
+SHIM = Path(__file__).parent / "cuda_shim"
+
+
+# -- compiling --------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_include_no_torch_headers():
+    """With them a kernel takes minutes to compile, and can't be where torch has no CUDA."""
+    assert {path.name for path in SOURCES} >= {"lookup.cu", "rows.cu"}
+    for path in sorted(building.SOURCES.iterdir()):
+        included = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', path.read_text(), re.M)
+        assert included, path.name
+        assert not [name for name in included if re.match(r"(torch|ATen|c10|pybind11|Python\.h)", name)], path.name
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_plain_nvcc_compiles_kernels(path, architecture, tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc on PATH")
+    command = [nvcc, "-std=c++17", *building.CUDA_FLAGS, f"-arch={architecture}", "--shared", "-Xcompiler", "-fPIC"]
+    command += ["-Xptxas", "-v", "-o", str(tmp_path / "kernel.so"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
+    spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+    assert spilled and set(spilled) == {"0"}
+    library = ctypes.CDLL(str(tmp_path / "kernel.so"))  # loads without a driver; its functions are C's
+    if path.name == "rows.cu":
+        assert library.rows_copy
+
+
+# -- rows.cu on the CPU -----------------------------------------------------------------------------------------------
+
+
+def build_on_cpu(source: Path, folder: Path) -> ctypes.CDLL:
+    """A .cu file by the C++ compiler, its threads one after the other."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler on PATH")
+    target = folder / f"{source.stem}.so"
+    command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-fsanitize=alignment", "-fPIC"]
+    command += ["-shared", f"-I{SHIM}", "-o", str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(target))
+
+
+class AsOnGPU:
+    """`rows_copy` as `gather` calls it for the CPU, put into the form of `rows.cu`: ends for lengths, a stream."""
+
+    def __init__(self, function):
+        function.argtypes, function.restype = [ctypes.c_int64] * gather.ARGUMENTS, ctypes.c_int64
+        self.function, self.calls, self.argtypes = function, 0, function.argtypes
+
+    def __call__(self, *arguments):
+        arguments = list(arguments)
+        runs, length = arguments[10], ctypes.cast(arguments[13], ctypes.POINTER(ctypes.c_int64))
+        ends = np.ctypeslib.as_array(length, (runs,)).cumsum()
+        arguments[13], arguments[20] = ends.ctypes.data, 0
+        self.calls += 1
+        return self.function(*arguments)
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    return build_on_cpu(building.SOURCES / "rows.cu", tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture
+def through_cuda_source(emulated, monkeypatch):
+    """`gather` calls the CUDA source, run on the CPU."""
+    function = AsOnGPU(emulated.rows_copy)
+    monkeypatch.setattr(gather, "library", lambda name, device: SimpleNamespace(rows_copy=function))
+    return function
+
+
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cuda_source_copies_rows_to_the_bit(through_cuda_source, capfd, dtype, rotation):
+    spec, random = ROTATIONS[rotation], np.random.default_rng(2)
+    for shifting, picking in itertools.product(SHIFTS.values(), PICKED.values()):
+        pool, (source, _) = make_pool(dtype, rotation)
+        rows, target = picking(random), pool.allocate(96)
+        fill(target.slab, 5)
+        check(pool, source, target, 0, rows, np.arange(len(rows)) + 6, shifting(rows, random), frequencies_of(spec))
+    assert through_cuda_source.calls >= 16
+    assert "misaligned" not in capfd.readouterr().err  # a GPU stops at those
+
+
+def test_cuda_source_refuses_what_it_cannot_turn(emulated):
+    """Bytes have no rotation, and an unknown kind no size; nothing is written then."""
+    function = AsOnGPU(emulated.rows_copy)
+    source, goal = torch.ones(1, 1, 4, 16), torch.zeros(1, 1, 4, 16)
+    lists = np.array([[0], [0], [4], [-1]])
+
+    def call(kind, pairs):
+        ends = [number for tensor in (source, goal) for number in (tensor.data_ptr(), 0, 0)]
+        places = [part.ctypes.data for part in lists]
+        return function(*ends, 1, 1, 16, kind, 1, *places, 0, 0, pairs, 0, 0, 0)
+
+    assert call(4, 8) == 1 and call(9, 0) == 1
+    assert not goal.any()
+    assert call(0, 0) == 0 and torch.equal(goal, source)
