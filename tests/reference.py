@@ -352,7 +352,7 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
         for slab in pool.slabs.values():
             want, have = expected[id(slab)], slab.references
             assert (have >= want).all() if handed_out else (have == want).all(), "references that nothing explains"
-            used += int(np.count_nonzero(have)) * store.config.block_size * pool.row_bytes
+            used += int(np.count_nonzero(have)) * store.config.block_size * slab.row_bytes
     assert bytes_used == used <= stats.bytes_total
     if cache.config.max_bytes is not None:
         assert stats.bytes_total <= cache.config.max_bytes

@@ -94,7 +94,7 @@ def test_compaction_packs_the_pool_and_keeps_every_bit(keep):
     check_pool(cache)
 
 
-def test_compaction_leaves_slabs_alone_in_which_a_call_is_running():
+def test_compaction_leaves_alone_what_a_running_call_refers_to():
     model = make_model("llama")
     cache = SuffixCache(fidelity="exact", keep_conversations=0)
     for number in range(4):
@@ -111,8 +111,7 @@ def test_compaction_leaves_slabs_alone_in_which_a_call_is_running():
     want = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
     options = dict(max_new_tokens=6, logits_processor=LogitsProcessorList([compact]))
     assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, **options), want)
-    assert moved and set(moved) == {0}
-    assert cache.compact().bytes_moved > 0
+    assert moved[0] > 0 and set(moved[1:]) == {0}
     check_pool(cache)
 
 

@@ -11,8 +11,9 @@ from hashlib import blake2b
 import numpy as np
 
 from ..config import PoolExhausted
-from .gather import average_rows, copy_rows
+from .gather import average_rows
 from .index import LEFT_TOKENS, Run, common_prefix
+from .room import copy_to
 from .segments import ALONE_TOKENS, DERIVED, MAX_HOPS, Copies, Segment
 from .shelf import Shelf
 
@@ -148,16 +149,16 @@ def _stored_copy(run: Run, start: int, stop: int) -> Copy:
 def _begin(shelf: Shelf, copy: Copy, now: float) -> Segment | None:
     """A mean of one copy; None if the pool has no room, for which no conversation is given up."""
     try:
-        extent = shelf.pool.allocate(len(copy))
+        (places,) = shelf.pool.pack([len(copy)])
     except PoolExhausted:
         return None
     rows = np.arange(len(copy))
-    copy_rows(shelf.pool, copy.addresses, extent, 0, rows, np.zeros_like(rows), {})
+    copy_to(shelf.pool, copy.addresses, places)
     mean = Segment(
         ids=copy.ids,
         positions=copy.start + rows,
         context=copy.context[: copy.start + len(copy)],
-        addresses=extent.addresses(0, rows),
+        addresses=places,
         state=DERIVED,
         hops=copy.hops,
         copies=Copies({copy.fingerprint: copy.usable}, min(copy.start, LEFT_TOKENS)),
@@ -180,20 +181,15 @@ def _draw(shelf: Shelf, mean: Segment, first: int, copy: Copy, frequencies, now:
     rows = np.flatnonzero(copy.usable & ~known[first : first + len(copy)])
     if len(rows) == 0:
         return mean
-    if mean.references > 1:
+    if mean.references > 1 or shelf.is_cold(mean):
         renewed = _renew(shelf, mean)
         if renewed is None:
             return mean
         mean = renewed
-    positions = mean.positions[first + rows]
-    average_rows(
-        shelf.pool,
-        copy.addresses[rows],
-        mean.addresses[first + rows],
-        positions - (copy.start + rows),
-        mean.copies.counts[first + rows],
-        frequencies,
-    )
+    places, shifts = mean.addresses[first + rows], mean.positions[first + rows] - (copy.start + rows)
+    counts = mean.copies.counts[first + rows]
+    for _, _, part in shelf.pool.by_slab(places):
+        average_rows(shelf.pool, copy.addresses[rows[part]], places[part], shifts[part], counts[part], frequencies)
     drawn = known.copy()
     drawn[first + rows] = True
     mean.copies.contexts[copy.fingerprint] = drawn

@@ -186,6 +186,11 @@ class BlockPool:
         )
 
     @property
+    def blocks_used(self) -> int:
+        """Blocks that something refers to."""
+        return sum(int(np.count_nonzero(slab.references)) for slab in self.slabs.values())
+
+    @property
     def bytes_private(self) -> int:
         """Bytes of the extents outside the pool that are alive."""
         return sum(slab.num_bytes for slab in list(self._private))
@@ -246,7 +251,7 @@ class BlockPool:
             addresses.append((slab.number << SLAB_BITS) + np.arange(row, stop))
         missing = wanted - len(addresses[-1])
         if missing:
-            addresses += self._free_rows(missing, cold)
+            addresses += self.free_rows(missing, cold)
         joined = np.concatenate(addresses)
         parts = np.split(joined, np.cumsum(counts)[:-1])
         for part in parts:
@@ -263,6 +268,25 @@ class BlockPool:
         taken = np.flatnonzero(extent.slab.references[first:])
         blocks = int(taken[0]) if len(taken) else len(extent.slab.references) - first
         return blocks * self.block_size
+
+    def free_rows(self, rows: int, cold: torch.dtype | None) -> list[np.ndarray]:
+        """
+        Addresses of free blocks' rows, in pieces, with no reference taken: of the smallest range that holds them all,
+        else of the largest ones. Raises `PoolExhausted` where there is no room.
+        """
+        while True:
+            found = [(slab, slab.free_ranges()) for slab in self.slabs.values() if slab.cold is cold]
+            sizes = np.concatenate([np.empty(0, dtype=np.int64), *(np.diff(ranges)[:, 0] for _, ranges in found)])
+            sizes *= self.block_size
+            if sizes.sum() >= rows:
+                break
+            self._new_slab(rows - int(sizes.sum()), cold)
+        starts = [(slab.number << SLAB_BITS) + ranges[:, 0] * self.block_size for slab, ranges in found]
+        starts = np.concatenate(starts)
+        holding = np.flatnonzero(sizes >= rows)
+        order = holding[[np.argmin(sizes[holding])]] if len(holding) else np.argsort(-sizes, kind="stable")
+        taken = np.minimum(sizes[order], np.maximum(rows - np.cumsum(sizes[order]) + sizes[order], 0))
+        return [starts[place] + np.arange(size) for place, size in zip(order, taken.tolist(), strict=True) if size]
 
     def allocate_private(self, rows: int, batch: int = 1) -> Extent:
         """An extent outside pool and budget, for a call that has to go without storing."""
@@ -291,6 +315,10 @@ class BlockPool:
     def release(self, extent: Extent) -> None:
         """Take a reference from every block of an extent."""
         self._count(extent, -1)
+
+    def release_blocks(self, slab: Slab, blocks: np.ndarray) -> None:
+        """Take one reference from each of these blocks of a slab."""
+        self._change(slab, blocks, -1)
 
     def retain_rows(self, addresses: np.ndarray) -> None:
         """Add one reference to every block that holds one of these rows."""
@@ -325,22 +353,6 @@ class BlockPool:
                 start, stop = ranges[np.argmax(ranges[:, 1] - ranges[:, 0])].tolist()
                 best = max(best, (slab, start, stop), key=lambda found: found[2] - found[1])
         return best
-
-    def _free_rows(self, rows: int, cold: torch.dtype | None) -> list[np.ndarray]:
-        """Addresses of free blocks' rows: of the smallest range that holds them all, else of the largest ones."""
-        while True:
-            found = [(slab, slab.free_ranges()) for slab in self.slabs.values() if slab.cold is cold]
-            sizes = np.concatenate([np.empty(0, dtype=np.int64), *(np.diff(ranges)[:, 0] for _, ranges in found)])
-            sizes *= self.block_size
-            if sizes.sum() >= rows:
-                break
-            self._new_slab(rows - int(sizes.sum()), cold)
-        starts = [(slab.number << SLAB_BITS) + ranges[:, 0] * self.block_size for slab, ranges in found]
-        starts = np.concatenate(starts)
-        holding = np.flatnonzero(sizes >= rows)
-        order = holding[[np.argmin(sizes[holding])]] if len(holding) else np.argsort(-sizes, kind="stable")
-        taken = np.minimum(sizes[order], np.maximum(rows - np.cumsum(sizes[order]) + sizes[order], 0))
-        return [starts[place] + np.arange(size) for place, size in zip(order, taken.tolist(), strict=True) if size]
 
     def _new_slab(self, rows: int, cold: torch.dtype | None = None) -> Slab:
         row_bytes = self.row_bytes_of(cold)
@@ -377,7 +389,7 @@ class BlockPool:
     def _change(self, slab: Slab, blocks: np.ndarray, change: int) -> None:
         slab.references[blocks] += change
         assert (slab.references[blocks] >= 0).all(), "a block was released more often than it was retained"
-        if change < 0:
+        if change < 0:  # a block that is free may hold anything next
             for cold, (opened, row) in list(self._open.items()):
                 if opened is slab and slab.references[row // self.block_size] == 0:
                     del self._open[cold]

@@ -64,7 +64,8 @@ class Segment:
     copies: Copies | None = None
     reach: np.ndarray | None = None
     segment_id: int = field(default_factory=lambda: next(_segment_ids))
-    references: int = 0
+    references: int = 0  # of sequences, means and running calls ...
+    holders: int = 0  # ... and of the first two alone
     last_used: float = 0.0
 
     def __len__(self) -> int:

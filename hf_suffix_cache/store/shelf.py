@@ -96,6 +96,9 @@ class Shelf:
         self.sequences: dict[Sequence, None] = {}
         self.segments: dict[Segment, None] = {}
         self.means: dict[Segment, None] = {}  # among the segments; the shelf itself refers to them
+        self.kept: dict[Sequence, None] = {}  # sequences with an extent
+        self.warm: dict[Segment, None] = {}  # segments whose rows are in the model's dtype
+        self.rows = 0  # of all segments
         # apart from the windows of copies, of which there are as many of a text as its index allows
         self.mean_windows = WindowIndex()
 
@@ -126,33 +129,33 @@ class Shelf:
         """Index a sequence and those of its segments that are new. Its extent and segments must hold their blocks."""
         self.sequences[sequence] = None
         for segment in sequence.recipe.segments:
-            segment.references += 1
             if segment not in self.segments:
-                self.segments[segment] = None
+                self._enter(segment)
                 if segment.movable:
                     self.windows.add(segment)
-        if sequence.exact:
-            self.exact_prefixes.add(sequence.ids[: sequence.exact], sequence)
-        if sequence.exact < len(sequence.ids):
-            self.conversations.add(sequence.ids, sequence)
+        self._hold(sequence.recipe.segments)
+        self._index(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, its extent, and every segment that nothing refers to any more."""
         if sequence not in self.sequences:
             return
         del self.sequences[sequence]
-        if sequence.exact:
-            self.exact_prefixes.remove(sequence.ids[: sequence.exact], sequence)
-        if sequence.exact < len(sequence.ids):
-            self.conversations.remove(sequence.ids, sequence)
+        self._unindex(sequence)
         self.drop_extent(sequence)
-        self.unpin(sequence.recipe.segments)
+        self._let_go(sequence.recipe.segments)
+
+    def set_exact(self, sequence: Sequence, exact: int) -> None:
+        """Some of a sequence's rows are approximate from now on: only the first `exact` ones are exact."""
+        self._unindex(sequence)
+        sequence.exact, sequence.hops = exact, max(1, sequence.hops)
+        self._index(sequence)
 
     def add_mean(self, mean: Segment) -> bool:
         """Keep a mean, whose rows must hold their blocks; False, and nothing is kept, if its text can't be found."""
         self.means[mean] = None
-        self.segments[mean] = None
-        mean.references += 1
+        self._enter(mean)
+        self._hold([mean])
         if self.mean_windows.add(mean):
             return True
         self.forget_mean(mean)
@@ -162,13 +165,25 @@ class Shelf:
         """Let a mean go. Its rows stay as long as anything else refers to them."""
         del self.means[mean]
         self.mean_windows.remove(mean)
-        self.unpin([mean])
+        self._let_go([mean])
+
+    def keep_extent(self, sequence: Sequence, extent: Extent) -> None:
+        """Keep a sequence's rows as they lie in an extent, whose blocks get a reference for it."""
+        self.pool.retain(extent)
+        self.drop_extent(sequence)
+        sequence.extent = extent
+        self.kept[sequence] = None
+
+    def is_cold(self, segment: Segment) -> bool:
+        """Whether a segment's rows are kept in a smaller dtype than the model's."""
+        return segment not in self.warm
 
     def drop_extent(self, sequence: Sequence) -> None:
         """Give a sequence's extent back; its rows stay reachable by its recipe."""
         if sequence.extent is not None:
             self.pool.release(sequence.extent)
             sequence.extent = None
+            self.kept.pop(sequence, None)
 
     def pin(self, segments: list[Segment]) -> None:
         """Keep segments alive while a view refers to them."""
@@ -183,9 +198,37 @@ class Shelf:
             if segment.references == 0:
                 if segment in self.segments:
                     del self.segments[segment]
+                    self.warm.pop(segment, None)
+                    self.rows -= len(segment)
                     self.windows.remove(segment)
                 self.pool.release_rows(segment.addresses)
 
     def newest_use(self, sequence: Sequence) -> float:
         """When a sequence or one of its own rows was last used."""
         return max([sequence.last_used, *(segment.last_used for segment in sequence.recipe.segments)])
+
+    def _enter(self, segment: Segment) -> None:
+        self.segments[segment] = self.warm[segment] = None
+        self.rows += len(segment)
+
+    def _hold(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            segment.holders += 1
+        self.pin(segments)
+
+    def _let_go(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            segment.holders -= 1
+        self.unpin(segments)
+
+    def _index(self, sequence: Sequence) -> None:
+        if sequence.exact:
+            self.exact_prefixes.add(sequence.ids[: sequence.exact], sequence)
+        if sequence.exact < len(sequence.ids):
+            self.conversations.add(sequence.ids, sequence)
+
+    def _unindex(self, sequence: Sequence) -> None:
+        if sequence.exact:
+            self.exact_prefixes.remove(sequence.ids[: sequence.exact], sequence)
+        if sequence.exact < len(sequence.ids):
+            self.conversations.remove(sequence.ids, sequence)

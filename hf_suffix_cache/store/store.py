@@ -12,17 +12,20 @@ import torch
 
 from ..config import PoolExhausted, SuffixCacheConfig
 from ..rope import RotarySpec
+from .accounting import KINDS, Survey
 from .compaction import CompactionResult, compact_pool
 from .consensus import Computed, learn
+from .cooling import all_cold, cold_dtype
 from .gather import copy_rows
 from .pool import BlockPool, Budget, Extent, LayerShape
+from .room import demote_old, make_room, moved_rows, pack
 from .segments import DERIVED, EXACT, Segment
 from .shelf import Recipe, Sequence, Shelf
 
 GROWTH_ROWS = (
     512  # room that a kept conversation finds behind it for its next turn, or half its length if that is more
 )
-PACK_WASTE = 1.25  # blocks that a segment holds over those that it fills, from which its rows are packed
+COMPACT_ROWS = 512  # most rows that are moved together after one call: 24 MB of SmolLM2-135M in fp32
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +61,8 @@ class Store:
     Pools, shelves, sequences. Every method takes the lock; what a view holds is referenced and can't be evicted.
 
     Args:
-        config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations`, `fidelity`, `consensus`, `debug`
-            are read.
+        config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations`, `fidelity`, `consensus`,
+            `store_dtype`, `compact_waste`, `debug` are read.
         clock (callable): Seconds, for the order of use.
     """
 
@@ -72,6 +75,7 @@ class Store:
         self.shelves: dict[tuple, Shelf] = {}
         self.evictions = 0
         self._orphans: deque[tuple[BlockPool, Extent]] = deque()
+        self._unpackable: dict[BlockPool, int] = {}  # rows of waste that the last compaction could do nothing about
 
     # -- what views ask for -------------------------------------------------------------------------------------
 
@@ -87,12 +91,15 @@ class Store:
         """An extent from the pool, for which old sequences are given up; outside the pool if that is not enough."""
         with self.lock:
             self._release_orphans()
-            while True:
+            pool = shelf.pool
+            wanted = batch * pool.round_up(rows)
+            while wanted * pool.row_bytes <= self.budget.max_bytes:
                 try:
-                    return shelf.pool.allocate(rows, batch, spare=growth_room(rows) if batch == 1 else 0)
+                    return pool.allocate(rows, batch, spare=growth_room(rows) if batch == 1 else 0)
                 except PoolExhausted:
-                    if not self._make_room(shelf.pool):
-                        return shelf.pool.allocate_private(rows, batch)
+                    if not self._make_room(pool, wanted):
+                        break
+            return pool.allocate_private(rows, batch)
 
     def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
         """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
@@ -104,9 +111,10 @@ class Store:
             return extent
 
     def release(self, shelf: Shelf, extent: Extent) -> None:
-        """Take a view's reference from its extent."""
+        """Take a view's reference from its extent, and tidy up what its call has left."""
         with self.lock:
             shelf.pool.release(extent)
+            self._tidy(shelf.pool)
 
     def release_later(self, shelf: Shelf, lease: list[Extent | None]) -> None:
         """The same from a finalizer, which must not touch the store while another frame of the thread works on it."""
@@ -132,8 +140,7 @@ class Store:
                 # an extent takes a recipe's place only where both are exact: approximate rows may have come otherwise
                 exact = draft.exact == len(draft.ids) == len(known.ids)
                 if keep is not None and known.extent is None and exact:
-                    shelf.pool.retain(keep)
-                    known.extent = keep
+                    shelf.keep_extent(known, keep)
                 self._demote_old()
                 return known
             if self.config.consensus and self.config.fidelity != "exact":  # else nobody would be served by a mean
@@ -144,8 +151,7 @@ class Store:
             if sequence is None:
                 return None
             if keep is not None:
-                shelf.pool.retain(keep)
-                sequence.extent = keep
+                shelf.keep_extent(sequence, keep)
             # what the new sequence replaces goes first: its windows would count as other contexts of the same text
             shelf.pin(sequence.recipe.segments)
             self._drop_subsumed(shelf, sequence)
@@ -191,9 +197,9 @@ class Store:
             self._release_orphans()
             total = CompactionResult(0, 0)
             for pool in self.pools.values():
-                shelves = [shelf for shelf in self.shelves.values() if shelf.pool is pool]
-                total += compact_pool(pool, shelves)
+                total += compact_pool(pool, self._on(pool))
                 pool.trim()
+            self._unpackable.clear()
             return total
 
     @property
@@ -208,6 +214,20 @@ class Store:
         """Bytes of all slabs."""
         with self.lock:
             return sum(pool.bytes_total for pool in self.pools.values())
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """
+        Bytes of used blocks by what they are there for: `exact`, `derived` and `means` rows; `extents` (rows of kept
+        conversations that their recipes give as well), `views` of running calls, and `waste`. These add up to
+        `bytes_used`. `private` are bytes outside the pool, of running calls that found no room in it.
+        """
+        with self.lock:
+            self._release_orphans()
+            total = dict.fromkeys(KINDS, 0)
+            for pool in self.pools.values():
+                for kind, size in Survey(pool, self._on(pool)).bytes_by_kind().items():
+                    total[kind] += size
+            return total | {"private": sum(pool.bytes_private for pool in self.pools.values())}
 
     @property
     def num_segments(self) -> int:
@@ -237,30 +257,34 @@ class Store:
             pool, extent = self._orphans.popleft()
             pool.release(extent)
 
-    def _make_room(self, wanting: BlockPool) -> bool:
-        """Give up the least recently used sequence or mean, or another pool's empty slabs; False if there is none."""
-        if any(pool.trim() for pool in self.pools.values() if pool is not wanting):
-            return True
-        shelves = list(self.shelves.values())
-        idle = [
-            (shelf.newest_use(sequence), shelf.remove, sequence)
-            for shelf in shelves
-            for sequence in shelf.sequences
-            if not sequence.busy
-        ]
-        # one that a sequence refers to frees nothing before that sequence goes
-        idle += [
-            (mean.last_used, shelf.forget_mean, mean)
-            for shelf in shelves
-            for mean in shelf.means
-            if mean.references == 1
-        ]
-        if not idle:
-            return wanting.trim() > 0
-        _, give_up, oldest = min(idle, key=lambda entry: entry[0])
-        give_up(oldest)
-        self.evictions += 1
-        return True
+    def _on(self, pool: BlockPool) -> list[Shelf]:
+        """The shelves on a pool."""
+        return [shelf for shelf in self.shelves.values() if shelf.pool is pool]
+
+    def _make_room(self, wanting: BlockPool, rows: int) -> bool:
+        """Give up what is worth least, or move rows aside, for an extent of so many rows; False if nothing is left."""
+        given_up = make_room(self.pools.values(), list(self.shelves.values()), wanting, rows)
+        self.evictions += given_up or 0
+        return given_up is not None
+
+    def _tidy(self, pool: BlockPool) -> None:
+        """Give empty slabs back, and pack a bounded number of rows where much of what is used is waste."""
+        pool.trim(keep_largest=True)
+        if self.config.compact_waste is None:
+            return
+        waste, used = self._waste(pool)
+        if waste <= self.config.compact_waste * used or waste <= self._unpackable.get(pool, 0):
+            return
+        compact_pool(pool, self._on(pool), COMPACT_ROWS)
+        left = self._waste(pool)[0]
+        # what running calls hold looks like waste from here
+        self._unpackable[pool] = left if left > waste - pool.block_size else 0
+
+    def _waste(self, pool: BlockPool) -> tuple[int, int]:
+        """Rows of used blocks that neither a segment nor a kept extent explains, and all rows of used blocks."""
+        used = pool.blocks_used * pool.block_size
+        kept = sum(moved_rows(sequence) for shelf in self._on(pool) for sequence in shelf.kept)
+        return used - kept - sum(shelf.rows for shelf in self._on(pool)), used
 
     def _touch(self, sequence: Sequence) -> None:
         sequence.last_used = self.clock()
@@ -294,10 +318,10 @@ class Store:
         rows = int((draft.served.which < 0).sum()) + 2 * self.config.block_size
         while True:
             try:
-                pool.release(pool.allocate(rows))
+                pool.free_rows(rows, None)
                 return True
             except PoolExhausted:
-                if not self._make_room(pool):
+                if not self._make_room(pool, pool.round_up(rows)):
                     return False
 
     def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies) -> Sequence | None:
@@ -325,7 +349,7 @@ class Store:
                 reach=None if draft.reach is None else draft.reach[positions],
             )
             shelf.pool.retain_rows(segment.addresses)
-            if copy and not self._pack(shelf.pool, segment, frequencies):
+            if copy and not pack(shelf.pool, [segment], frequencies=frequencies):
                 for own in [*recipe.segments[known:], segment]:
                     shelf.pool.release_rows(own.addresses)
                 return None
@@ -361,36 +385,16 @@ class Store:
                 pool.retain_rows(moved)
                 pool.release_rows(segment.addresses)
                 segment.addresses = moved
-        pool.release(old)
-        sequence.extent = new
+        shelf.keep_extent(sequence, new)
+        pool.release(new)
 
     def _demote_old(self) -> None:
-        """Keep the extents of the newest `keep_conversations` sequences; pack the rows of the others."""
-        kept = [
-            (sequence.last_used, shelf, sequence)
-            for shelf in self.shelves.values()
-            for sequence in shelf.sequences
-            if sequence.extent is not None and not sequence.busy
-        ]
-        kept.sort(key=lambda entry: -entry[0])
-        for _, shelf, sequence in kept[self.config.keep_conversations :]:
-            shelf.drop_extent(sequence)
-            for segment in sequence.recipe.segments:
-                blocks = len(np.unique(segment.addresses // self.config.block_size))
-                if blocks * self.config.block_size > PACK_WASTE * len(segment) + self.config.block_size:
-                    self._pack(shelf.pool, segment, {})
-
-    def _pack(self, pool: BlockPool, segment: Segment, frequencies) -> bool:
-        """Copy a segment's rows into blocks of their own. Without room for that (False) they stay where they are."""
-        try:
-            extent = pool.allocate(len(segment))
-        except PoolExhausted:
-            return False
-        columns = np.arange(len(segment))
-        copy_rows(pool, segment.addresses, extent, 0, columns, np.zeros_like(columns), frequencies)
-        pool.release_rows(segment.addresses)
-        segment.addresses = extent.addresses(0, columns)
-        return True
+        """Pack the rows of older conversations; keep them in a smaller dtype if the settings say so."""
+        shelves = list(self.shelves.values())
+        demote_old(shelves, self.config.keep_conversations)
+        if self.config.store_dtype is not None:
+            for pool in self.pools.values():
+                all_cold(shelves, pool, cold_dtype(pool, self.config.store_dtype))
 
 
 def growth_room(columns: int) -> int:

@@ -1,0 +1,125 @@
+"""Room in a full store: what is given up first, and how conversations and their rows shrink as they grow old."""
+
+from collections.abc import Sequence as Collection
+
+import numpy as np
+import torch
+
+from ..config import PoolExhausted
+from .compaction import make_range
+from .gather import copy_rows
+from .pool import BlockPool, Extent
+from .segments import Segment
+from .shelf import Sequence, Shelf
+
+PACK_WASTE = 1.25  # blocks that an extent's own rows hold over those that they fill, from which they are packed
+EXTENT_SHARE = 1 / 8  # of the stored rows: the most that kept extents hold of rows that recipes give as well
+
+
+def make_room(pools: Collection[BlockPool], shelves: Collection[Shelf], wanting: BlockPool, rows: int) -> int | None:
+    """
+    Take one step towards an extent of `rows` rows in the pool `wanting`, of those left the one that loses least: slabs
+    that hold nothing, moving rows aside, the oldest kept extent (its rows can be gathered again), the oldest mean, the
+    least recently used sequence. What running calls refer to stays.
+
+    Returns:
+        `int` or None: Sequences and means that were given up (0 or 1), or None if nothing is left to be given up.
+    """
+    if sum(pool.trim() for pool in pools):
+        return 0
+    on_pool = [shelf for shelf in shelves if shelf.pool is wanting]
+    if _might_fit(wanting, on_pool, rows) and make_range(wanting, on_pool, rows):
+        return 0
+    kept = [(sequence.last_used, shelf, sequence) for shelf in shelves for sequence in shelf.kept if not sequence.busy]
+    if kept:
+        _, shelf, sequence = min(kept, key=lambda entry: entry[0])
+        demote(shelf, sequence)
+        return 0
+    # one that a sequence refers to frees nothing before that sequence goes
+    idle = [(mean.last_used, shelf, mean) for shelf in shelves for mean in shelf.means if mean.references == 1]
+    if idle:
+        _, shelf, mean = min(idle, key=lambda entry: entry[0])
+        shelf.forget_mean(mean)
+        return 1
+    idle = [
+        (shelf.newest_use(sequence), shelf, sequence)
+        for shelf in shelves
+        for sequence in shelf.sequences
+        if not sequence.busy
+    ]
+    if idle:
+        _, shelf, sequence = min(idle, key=lambda entry: entry[0])
+        shelf.remove(sequence)
+        return 1
+    return None
+
+
+def _might_fit(pool: BlockPool, shelves: Collection[Shelf], rows: int) -> bool:
+    """Whether room, and memory that nothing stored explains, are enough: a quick look before a long one."""
+    held = sum(shelf.rows for shelf in shelves)
+    spare = sum(slab.rows for slab in pool.slabs.values()) - held
+    return max(0, pool.budget.left) + spare * pool.row_bytes >= rows * pool.row_bytes
+
+
+def demote_old(shelves: Collection[Shelf], keep: int) -> None:
+    """
+    Keep the extents of the newest `keep` sequences, as long as the rows in them that recipes give as well are few
+    beside what is stored; the newest one keeps its extent in any case.
+    """
+    kept = [(sequence.last_used, shelf, sequence) for shelf in shelves for sequence in shelf.kept if not sequence.busy]
+    kept.sort(key=lambda entry: -entry[0])
+    moved: dict[BlockPool, int] = {}
+    for rank, (_, shelf, sequence) in enumerate(kept):
+        pool = shelf.pool
+        extra = moved.get(pool, 0) + moved_rows(sequence)
+        allowed = EXTENT_SHARE * sum(other.rows for other in shelves if other.pool is pool)
+        if rank >= keep or (pool in moved and extra > allowed):
+            demote(shelf, sequence)
+        else:
+            moved[pool] = extra
+
+
+def members(sequence: Sequence) -> list[Segment]:
+    """The segments whose rows lie in a sequence's extent."""
+    extent = sequence.extent
+    first, last = extent.addresses(0, np.array([0, extent.rows - 1])).tolist()
+    return [segment for segment in sequence.recipe.segments if first <= segment.addresses[0] <= last]
+
+
+def moved_rows(sequence: Sequence) -> int:
+    """Rows of a sequence's extent that it was served, and whose segments lie elsewhere."""
+    return sequence.extent.rows - sum(map(len, members(sequence)))
+
+
+def demote(shelf: Shelf, sequence: Sequence) -> None:
+    """Give a sequence's extent back, and pack its own rows; without room for that they stay where they are."""
+    own, pool = members(sequence), shelf.pool
+    shelf.drop_extent(sequence)
+    if not own:
+        return
+    blocks = len(np.unique(np.concatenate([segment.addresses for segment in own]) // pool.block_size))
+    rows = sum(map(len, own))
+    if blocks * pool.block_size > PACK_WASTE * rows + pool.block_size:
+        pack(pool, own)
+
+
+def pack(
+    pool: BlockPool, segments: Collection[Segment], cold: torch.dtype | None = None, frequencies: dict | None = None
+) -> bool:
+    """Copy these segments' rows to where they lie one behind the other. False, and nothing done, without room."""
+    try:
+        places = pool.pack([len(segment) for segment in segments], cold)
+    except PoolExhausted:
+        return False
+    copy_to(pool, np.concatenate([segment.addresses for segment in segments]), np.concatenate(places), frequencies)
+    for segment, addresses in zip(segments, places, strict=True):
+        pool.release_rows(segment.addresses)
+        segment.addresses = addresses
+    return True
+
+
+def copy_to(pool: BlockPool, addresses: np.ndarray, places: np.ndarray, frequencies: dict | None = None) -> None:
+    """Copy rows, unturned, to free rows of any slab; both `[rows]` addresses."""
+    for slab, rows, index in pool.by_slab(places):
+        whole = Extent(slab, 0, slab.rows)
+        copy_rows(pool, addresses[index], whole, 0, rows, np.zeros_like(rows), frequencies or {})
