@@ -15,6 +15,7 @@ from .attention import own_implementation
 from .auditing import audit_answer
 from .bound import Auditor, Calibration, builtin
 from .bound.rule import Rule
+from .building import build_in_background
 from .calibrating import calibrate, fingerprint
 from .capabilities import CapabilityTable
 from .capability import Capability, input_device
@@ -61,6 +62,7 @@ class _Owned:
             bytes_total=lambda: self.store.bytes_total,
             segments=lambda: self.store.num_segments,
             evictions=lambda: self.store.evictions,
+            bytes_by_kind=lambda: self.store.bytes_by_kind(),
         )
 
 
@@ -90,6 +92,7 @@ class SuffixCache(PrivateView):
         self._start(_Owned(config.replace(**fields)), config.replace(**fields))
         weakref.finalize(self, _hint_if_short_lived, self._calls).atexit = False
         generation.install()
+        build_in_background()
 
     def _start(self, owned: _Owned, config: SuffixCacheConfig) -> None:
         self._owned = owned
@@ -411,7 +414,7 @@ class SuffixCache(PrivateView):
         self._store.clear()
 
     def compact(self) -> CompactionResult:
-        """Defragment the pool; returns (bytes moved, blocks freed)."""
+        """Pack all that is stored, as the store does by itself in small steps; returns (bytes moved, blocks freed)."""
         return self._store.compact()
 
     def __deepcopy__(self, memo):

@@ -179,8 +179,8 @@ class CacheStats:
     Totals over all requests of a store. Thread-safe.
 
     Args:
-        bytes_used, bytes_total, segments, evictions (callables without arguments, *optional*): Ask the store at each
-            reading, so that these four are never stale. They are called without holding the lock.
+        bytes_used, bytes_total, segments, evictions, bytes_by_kind (callables without arguments, *optional*): Ask the
+            store at each reading, so that these are never stale. They are called without holding the lock.
         lock (*optional*): A lock to share with the owner; its own by default.
     """
 
@@ -191,6 +191,7 @@ class CacheStats:
         segments: Callable[[], int] = int,
         evictions: Callable[[], int] = int,
         lock=None,
+        bytes_by_kind: Callable[[], dict[str, int]] = dict,
     ):
         self.requests = 0
         self.prompt_tokens = 0
@@ -203,6 +204,7 @@ class CacheStats:
         self.healed_rows = 0
         self.settled_rows = 0
         self._gauges = (bytes_used, bytes_total, segments, evictions)
+        self._bytes_by_kind = bytes_by_kind
         self._lock = lock or threading.Lock()
 
     def update(self, report: ReuseReport) -> None:
@@ -237,6 +239,14 @@ class CacheStats:
     def bytes_total(self) -> int:
         return self._gauges[1]()
 
+    def bytes_by_kind(self) -> dict[str, int]:
+        """
+        Bytes of used blocks by what they are there for, which add up to `bytes_used`: `exact`, `derived` and `means`
+        rows; `extents` (kept conversations' rows that their recipes give as well), `views` of running calls, `waste`.
+        And `private`: bytes outside the pool, of running calls that `max_bytes` has no room for.
+        """
+        return self._bytes_by_kind()
+
     @property
     def segments(self) -> int:
         return self._gauges[2]()
@@ -251,7 +261,8 @@ class CacheStats:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             values["hit_rate"] = _hit_rate(self)
         gauges = ("bytes_used", "bytes_total", "segments", "evictions")
-        return values | {name: getattr(self, name) for name in gauges}
+        values |= {name: getattr(self, name) for name in gauges}
+        return values | {"bytes_by_kind": self.bytes_by_kind()}
 
     def __str__(self) -> str:
         now = self.to_dict()
@@ -261,7 +272,8 @@ class CacheStats:
         lines += _wrap(f"computed {now['computed_rows']:,} rows")
         used, total = now["bytes_used"] / 2**20, now["bytes_total"] / 2**20
         store = f"store: {now['segments']:,} segments, {used:,.1f} of {total:,.1f} MiB, {now['evictions']:,} evictions"
-        return "\n".join(lines + _wrap(store))
+        kinds = [f"{kind} {size / 2**20:,.1f}" for kind, size in now["bytes_by_kind"].items() if size]
+        return "\n".join(lines + _wrap(store) + (_wrap(f"MiB: {', '.join(kinds)}") if kinds else []))
 
 
 def _plain(row: Iterable[Span]) -> tuple[Span, ...]:

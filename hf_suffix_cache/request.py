@@ -389,6 +389,7 @@ class Request:
             whole = whole and self.same_model()
         with view.store.lock:
             self._give_back()
+            self._remark(view.store.shortage(view.shelf, view.extent))
             try:
                 if self.config.store and self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
                     self._commit(tokens, handed_out)

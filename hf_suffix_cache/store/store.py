@@ -101,6 +101,16 @@ class Store:
                         break
             return pool.allocate_private(rows, batch)
 
+    def shortage(self, shelf: Shelf, extent: Extent | None) -> str | None:
+        """What to say of a call whose extent the pool had no room for; None where it had."""
+        if extent is None or extent.pooled:
+            return None
+        needed = extent.batch * extent.rows * shelf.pool.row_bytes
+        return (
+            f"the call needed {needed:,} bytes, and `max_bytes` ({self.budget.max_bytes:,}) had no room for them: it "
+            "ran in memory of its own, and nothing of it was stored"
+        )
+
     def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
         """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
         with self.lock:
