@@ -8,6 +8,7 @@ import torch
 
 from ..building import library
 from ..rope import RotarySpec, compute_dtype, rotate_keys, rotation
+from .cold import decode, encode
 from .pool import BlockPool, Extent, LayerShape, Slab
 
 DIRECT_COPY_ROWS = 16  # mean run length from which slices beat index_select (SmolLM2 shapes, 2 cores)
@@ -74,7 +75,7 @@ def copy_rows(
     for slab, first, index in pool.by_slab(runs.source):  # rows of two slabs are never neighbours
         part, turns = runs.part(index, first), {}
         for shape in pool.groups:
-            if _cold(slab) or _cold(target.slab):
+            if slab.cold or target.slab.cold:
                 _recode(shape, slab, target.slab, part, frequencies)
                 continue
             for source, goal, turn in _slots(shape, slab, target.slab, frequencies):
@@ -221,24 +222,17 @@ def _recode(shape: LayerShape, slab: Slab, target: Slab, runs: Runs, frequencies
     for slot, spec in _specs(shape):
         if getattr(slab, slot)[shape].numel() == 0:
             continue
-        if _cold(slab) == _cold(target) and (spec is None or not shifts.any()):
+        if slab.cold == target.cold and (spec is None or not shifts.any()):
             for source, goal in zip(_kept(slab, shape, slot), _kept(target, shape, slot), strict=True):
                 goal.index_copy_(2, _index(destination, goal), source.index_select(2, _index(rows, source)))
             continue
         turn = None if spec is None else (frequencies.get(spec), spec)
         states = _turned(_read(slab, shape, slot, rows), shifts, turn)
-        if _cold(target) is None:
+        if target.cold is None:
             goal = getattr(target, slot)[shape]
             goal.index_copy_(2, _index(destination, goal), states)
         else:
-            from .cold import encode
-
             encode(target, shape, slot, destination, states)
-
-
-def _cold(slab: Slab) -> torch.dtype | None:
-    """The smaller dtype that a slab keeps its rows in, if it does."""
-    return getattr(slab, "cold", None)
 
 
 def _kept(slab: Slab, shape: LayerShape, slot: str) -> list[torch.Tensor]:
@@ -249,9 +243,7 @@ def _kept(slab: Slab, shape: LayerShape, slot: str) -> list[torch.Tensor]:
 
 def _read(slab: Slab, shape: LayerShape, slot: str, rows: np.ndarray) -> torch.Tensor:
     """Rows in the model's dtype, `[layers, kv_heads, rows, dim]`."""
-    if _cold(slab) is not None:
-        from .cold import decode
-
+    if slab.cold is not None:
         return decode(slab, shape, slot, rows)
     states = getattr(slab, slot)[shape]
     return states.index_select(2, _index(rows, states))
@@ -270,10 +262,8 @@ def _average(shape, slot, slab, rows, target, into, moves, counts, turn) -> None
     mean = _read(target, shape, slot, into).to(dtype)
     weight = torch.from_numpy(1.0 / (counts + 1)).to(mean.device, dtype)
     mean = mean + (states - mean) * weight[:, None]
-    if _cold(target) is None:
+    if target.cold is None:
         goal = getattr(target, slot)[shape]
         goal.index_copy_(2, _index(into, goal), mean.to(goal.dtype))
     else:
-        from .cold import encode
-
         encode(target, shape, slot, into, mean.to(shape.dtype))
