@@ -112,7 +112,7 @@ COVERAGE = {
     "entry gone between lookup and use": """
         bug_kinds.entries_that_go_while_they_are_used
         failclosed.requests_after_clear_inside_a_request_stay_right
-        store.compaction_leaves_slabs_alone_in_which_a_call_is_running""",
+        store.compaction_leaves_alone_what_a_running_call_refers_to""",
     "frequencies that depend on the length": """
         regimes.no_row_crosses_the_border_and_answers_are_those_of_a_new_model
         regimes.control_without_the_fingerprint_a_wrong_answer_would_show

@@ -204,12 +204,14 @@ def _draw(shelf: Shelf, mean: Segment, first: int, copy: Copy, frequencies, now:
 
 
 def _renew(shelf: Shelf, mean: Segment) -> Segment | None:
-    """The same mean in memory of its own, kept instead of the old one; None if the pool has no room."""
+    """The mean in memory of its own, in the model's dtype, instead of the old one; None where there is no room."""
     copy = Copy(mean.context, int(mean.positions[0]), mean.addresses, np.ones(len(mean), dtype=bool), mean.hops)
+    shelf.pin([mean])  # while its rows are copied
     shelf.forget_mean(mean)
     new = _begin(shelf, copy, mean.last_used)
     if new is None:
         shelf.add_mean(mean)
-        return None
-    new.copies = Copies(dict(mean.copies.contexts), mean.copies.shared_left)
+    else:
+        new.copies = Copies(dict(mean.copies.contexts), mean.copies.shared_left)
+    shelf.unpin([mean])
     return new

@@ -1,7 +1,5 @@
 """Keeping rows in a smaller dtype once no kept extent needs them as they are. They are approximate from then on."""
 
-from collections.abc import Sequence as Collection
-
 import numpy as np
 import torch
 
@@ -18,15 +16,15 @@ def cold_dtype(pool: BlockPool, name: str | None) -> torch.dtype | None:
     return None if all(stored_dtype(shape.dtype, cold) is shape.dtype for shape in pool.shapes) else cold
 
 
-def cool(shelf: Shelf, cold: torch.dtype) -> None:
+def cool(shelf: Shelf, cold: torch.dtype) -> int:
     """
-    Convert what may be converted: rows that neither a kept extent's conversation nor a running call refers to. Without
-    room for that they stay as they are, until the next call.
+    Convert what may be converted: rows that neither a kept extent's conversation nor a running call refers to, as many
+    as find room; the others stay as they are until the next call. Returns the number of segments.
     """
     needed = {segment for sequence in shelf.kept for segment in sequence.recipe.segments}
     ready = [each for each in shelf.warm if each not in needed and each.references == each.holders]
-    if not ready or not pack(shelf.pool, ready, cold):
-        return
+    while ready and not pack(shelf.pool, ready, cold):
+        ready = ready[: len(ready) // 2]
     inexact = set()
     for segment in ready:
         del shelf.warm[segment]
@@ -36,6 +34,7 @@ def cool(shelf: Shelf, cold: torch.dtype) -> None:
     if inexact:
         for sequence in [each for each in shelf.sequences if not inexact.isdisjoint(each.recipe.segments)]:
             shelf.set_exact(sequence, exact_rows(sequence))
+    return len(ready)
 
 
 def exact_rows(sequence: Sequence) -> int:
@@ -43,10 +42,3 @@ def exact_rows(sequence: Sequence) -> int:
     recipe = sequence.recipe
     exact = np.array([segment.state == EXACT for segment in recipe.segments], dtype=bool)[recipe.which]
     return min(sequence.exact, len(exact) if exact.all() else int(exact.argmin()))
-
-
-def all_cold(shelves: Collection[Shelf], pool: BlockPool, cold: torch.dtype | None) -> None:
-    """Cool every shelf of a pool."""
-    for shelf in shelves:
-        if shelf.pool is pool and cold is not None:
-            cool(shelf, cold)

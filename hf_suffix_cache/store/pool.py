@@ -162,6 +162,7 @@ class BlockPool:
         self.block_size = block_size
         self.budget = budget
         self.poison = poison
+        self.generous = True  # whether a slab is larger than what it is made for
         self.groups: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(self.shapes):
             self.groups.setdefault(shape, []).append(layer)
@@ -361,7 +362,9 @@ class BlockPool:
         if left < rows:
             raise PoolExhausted(f"{rows} rows need {rows * row_bytes} bytes, {self.budget.left} are left.")
         # a sixteenth of the budget at a time: few slabs, and room behind each conversation to go on in place
-        if cold is None:
+        if cold is None and not self.generous:
+            wanted = rows
+        elif cold is None:
             wanted = max(2 * rows, min(self.budget.max_bytes // 16, SLAB_BYTES) // row_bytes)
         else:
             wanted = max(rows, min(self.budget.max_bytes // 64, COLD_SLAB_BYTES) // row_bytes)

@@ -154,7 +154,8 @@ class Shelf:
     def add_mean(self, mean: Segment) -> bool:
         """Keep a mean, whose rows must hold their blocks; False, and nothing is kept, if its text can't be found."""
         self.means[mean] = None
-        self._enter(mean)
+        if mean not in self.segments:
+            self._enter(mean)
         self._hold([mean])
         if self.mean_windows.add(mean):
             return True

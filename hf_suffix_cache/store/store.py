@@ -15,7 +15,7 @@ from ..rope import RotarySpec
 from .accounting import KINDS, Survey
 from .compaction import CompactionResult, compact_pool
 from .consensus import Computed, learn
-from .cooling import all_cold, cold_dtype
+from .cooling import cold_dtype, cool
 from .gather import copy_rows
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .room import demote_old, make_room, moved_rows, pack
@@ -252,7 +252,9 @@ class Store:
         if self.budget.max_bytes is None:
             self.budget.max_bytes = free_bytes(shapes[0].device) // 4
         if shapes not in self.pools:
-            self.pools[shapes] = BlockPool(shapes, self.config.block_size, self.budget, self.config.debug)
+            pool = self.pools[shapes] = BlockPool(shapes, self.config.block_size, self.budget, self.config.debug)
+            if cold_dtype(pool, self.config.store_dtype) is not None:
+                pool.generous = False  # what warm slabs take is missing where most rows are to be
         return self.pools[shapes]
 
     def _drop_shelf(self, key: tuple) -> None:
@@ -273,6 +275,8 @@ class Store:
 
     def _make_room(self, wanting: BlockPool, rows: int) -> bool:
         """Give up what is worth least, or move rows aside, for an extent of so many rows; False if nothing is left."""
+        if self._cool():
+            return True
         given_up = make_room(self.pools.values(), list(self.shelves.values()), wanting, rows)
         self.evictions += given_up or 0
         return given_up is not None
@@ -400,11 +404,15 @@ class Store:
 
     def _demote_old(self) -> None:
         """Pack the rows of older conversations; keep them in a smaller dtype if the settings say so."""
-        shelves = list(self.shelves.values())
-        demote_old(shelves, self.config.keep_conversations)
-        if self.config.store_dtype is not None:
-            for pool in self.pools.values():
-                all_cold(shelves, pool, cold_dtype(pool, self.config.store_dtype))
+        demote_old(list(self.shelves.values()), self.config.keep_conversations)
+        self._cool()
+
+    def _cool(self) -> int:
+        """Convert rows to `store_dtype`; returns the number of segments."""
+        if self.config.store_dtype is None:
+            return 0
+        colds = {pool: cold_dtype(pool, self.config.store_dtype) for pool in self.pools.values()}
+        return sum(cool(shelf, colds[shelf.pool]) for shelf in self.shelves.values() if colds[shelf.pool] is not None)
 
 
 def growth_room(columns: int) -> int:
