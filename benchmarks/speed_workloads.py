@@ -13,9 +13,9 @@ environments of their own read the same requests from a JSON file.
     python -m benchmarks.speed_workloads --file requests.json
     python -m benchmarks.speed_workloads --model gemma --n 2 --file requests-gemma.json
 
-The file: `{"model": ..., "seed": ..., "workloads": {name: [{"group": 0, "index": 0, "warm": true, "prompt": [ids]}]}}`.
-Requests come in their order. `warm` ones only fill a cache and are not measured; a cache may be emptied between groups,
-which share nothing but what the table says.
+The file: `{"model": ..., "seed": ..., "workloads": {name: [request]}}`, a request being
+`{"group": 0, "index": 0, "warm": true, "prompt": [ids]}`. Requests come in their order. `warm` ones only fill a cache
+and are not measured; a cache may be emptied between groups, which share nothing but what the table says.
 """
 
 import argparse
