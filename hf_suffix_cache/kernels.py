@@ -1,4 +1,4 @@
-"""Rolling hashes of token windows, and the hash table that maps them to stored places. Vectorised numpy."""
+"""Rolling hashes of token windows, and the hash table that maps them to stored places: the reference, in numpy."""
 
 import numpy as np
 
@@ -9,6 +9,8 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _EMPTY = -1
 _TOMBSTONE = -2
 _MIN_CAPACITY = 64
+_HEADS, _PAIRS = 0, 1
+_FREE, _GIVEN, _LIVE = 0, 1, 2
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
@@ -50,19 +52,29 @@ class HashTable:
     """
     Multimap from uint64 keys to int64 values; a (key, value) pair is kept once.
 
-    Open addressing with linear probing over a power-of-two number of slots, at most half of them used (tombstones
-    included). A slot holds the number of a *node*; the values of one key are a doubly linked list of nodes behind
-    its slot, newest first, so 10^5 values of one key lengthen nobody's probe. A second slot array finds the node of a
-    pair, so that removal needs no walk either. Every method works on whole batches: Python loops run over probe
-    distances, never over keys.
+    Open addressing with linear probing over a power-of-two number of slots. A slot holds the number of a *node*; the
+    values of one key are a doubly linked list of nodes behind its slot, newest first, so 10^5 values of one key
+    lengthen nobody's probe. A second slot array finds the node of a pair, so that removal needs no walk either.
+    Numbers of removed nodes are given out again, and their slots become empty where no search can go past them: pairs
+    may come and go for ever without a rebuild; only growing is one.
+
+    Every method works on whole batches: Python loops run over probe distances, never over keys. This is the reference
+    of `csrc/lookup.cuh`, which works on the same memory (lookup.py).
+
+    Args:
+        load (`float`, *optional*, defaults to 0.5): Most nodes per slot, up to 0.9.
     """
 
-    def __init__(self):
+    def __init__(self, load: float = 0.5):
+        if not 0 < load <= 0.9:
+            raise ValueError(f"`load` must be above 0 and at most 0.9, got {load}.")
+        self._load = load
+        self.rebuilds = 0
         self._reset(_MIN_CAPACITY)
 
     def __len__(self) -> int:
         """Number of pairs."""
-        return self._num_live
+        return int(self._counts[_LIVE])
 
     @property
     def capacity(self) -> int:
@@ -77,35 +89,37 @@ class HashTable:
             keys (`np.ndarray` of uint64, `[n]`): Keys.
             values (`np.ndarray` of int64, `[n]`): Values, at least 0.
         """
-        keys, values = _pairs(keys, values)
+        keys, values = unique_pairs(*checked_pairs(keys, values))
         absent = self._find_pairs(keys, values) < 0
         keys, values = keys[absent], values[absent]
         if not len(keys):
             return
-        if 2 * (self._num_nodes + len(keys)) > self.capacity:
+        room = min(len(self._keys) - len(self), self._max_used() - int(self._used.max()))
+        if len(keys) > room:
             self._rehash(len(keys))
-        nodes = np.arange(self._num_nodes, self._num_nodes + len(keys))
-        self._num_nodes += len(keys)
-        self._num_live += len(keys)
+        nodes = self._new_nodes(len(keys))
         self._keys[nodes], self._values[nodes], self._alive[nodes] = keys, values, True
-        self._place(self._pair_slots, self._pair_home(keys, values), nodes)
+        self._place(_PAIRS, self._pair_home(keys, values), nodes)
         self._link(nodes)
 
     def remove(self, keys: np.ndarray, values: np.ndarray) -> None:
         """Drop pairs; those that are not present are ignored. Arguments as for `insert`."""
-        slots = self._find_pairs(*_pairs(keys, values))
+        slots = self._find_pairs(*unique_pairs(*checked_pairs(keys, values)))
         slots = slots[slots >= 0]
         dead = self._pair_slots[slots]
         if not len(dead):
             return
-        self._num_live -= len(dead)
-        if not self._num_live:
+        self._counts[_LIVE] -= len(dead)
+        if not len(self):
             self._reset(_MIN_CAPACITY)
             return
-        self._pair_slots[slots] = _TOMBSTONE
+        self._clear(_PAIRS, slots)
         self._alive[dead] = False
         self._unlink(dead)
-        self._keys[dead], self._values[dead] = 0, -1
+        self._keys[dead], self._values[dead], self._next[dead], self._prev[dead] = 0, -1, -1, -1
+        free = int(self._counts[_FREE])
+        self._free[free : free + len(dead)] = dead
+        self._counts[_FREE] += len(dead)
 
     def probe(self, keys: np.ndarray, limit: int) -> np.ndarray:
         """
@@ -133,30 +147,51 @@ class HashTable:
         return found
 
     def _reset(self, capacity: int) -> None:
+        nodes = int(capacity * self._load)
         self._heads = np.full(capacity, _EMPTY, dtype=np.int64)
         self._pair_slots = np.full(capacity, _EMPTY, dtype=np.int64)
-        self._keys = np.zeros(capacity // 2, dtype=np.uint64)
-        self._values = np.full(capacity // 2, -1, dtype=np.int64)
-        self._next = np.full(capacity // 2, -1, dtype=np.int64)
-        self._prev = np.full(capacity // 2, -1, dtype=np.int64)
-        self._alive = np.zeros(capacity // 2, dtype=bool)
-        self._num_nodes = 0  # numbers given out, removed nodes included: bounds the used slots of both arrays
-        self._num_live = 0
+        self._keys = np.zeros(nodes, dtype=np.uint64)
+        self._values = np.full(nodes, -1, dtype=np.int64)
+        self._next = np.full(nodes, -1, dtype=np.int64)
+        self._prev = np.full(nodes, -1, dtype=np.int64)
+        self._alive = np.zeros(nodes, dtype=bool)
+        self._free = np.full(nodes, -1, dtype=np.int64)  # numbers of removed nodes
+        self._counts = np.zeros(3, dtype=np.int64)  # entries of `_free`, numbers ever given out, living nodes
+        self._used = np.zeros(2, dtype=np.int64)  # slots that are not empty, of `_heads` and `_pair_slots`
+
+    def _max_used(self) -> int:
+        """Used slots, those of removed nodes included, past which the table is built anew: some must stay empty."""
+        return int(self.capacity * (1 + self._load) / 2)
 
     def _rehash(self, extra: int) -> None:
-        """Room for `extra` more pairs: a new table of the live nodes, without tombstones, at most a quarter full."""
-        live = np.flatnonzero(self._alive[: self._num_nodes])
-        renumber = np.full(self._num_nodes + 1, -1, dtype=np.int64)  # the last entry keeps -1 at -1
+        """Room for `extra` more pairs: a new table of the living nodes, at most half as full as it may get."""
+        live = np.flatnonzero(self._alive)
+        renumber = np.full(len(self._alive) + 1, -1, dtype=np.int64)  # the last entry keeps -1 at -1
         renumber[live] = np.arange(len(live))
         keys, values = self._keys[live], self._values[live]
         following, previous = renumber[self._next[live]], renumber[self._prev[live]]
-        self._reset(max(_MIN_CAPACITY, 1 << (4 * (len(live) + extra) - 1).bit_length()))
-        count = self._num_nodes = self._num_live = len(live)
+        self._reset(capacity_for(len(live) + extra, self._load))
+        self.rebuilds += 1
+        count = len(live)
+        self._counts[:] = 0, count, count
         self._keys[:count], self._values[:count], self._alive[:count] = keys, values, True
         self._next[:count], self._prev[:count] = following, previous
-        self._place(self._pair_slots, self._pair_home(keys, values), np.arange(count))
-        first = np.flatnonzero(previous < 0)
-        self._place(self._heads, self._head_home(keys[first]), first)
+        self._place_all(count)
+
+    def _place_all(self, count: int) -> None:
+        """Slots for the nodes `[0, count)` of a table whose slots are all empty."""
+        keys = self._keys[:count]
+        self._place(_PAIRS, self._pair_home(keys, self._values[:count]), np.arange(count))
+        first = np.flatnonzero(self._prev[:count] < 0)
+        self._place(_HEADS, self._head_home(keys[first]), first)
+
+    def _new_nodes(self, count: int) -> np.ndarray:
+        """Numbers for so many more nodes."""
+        free, given, _ = self._counts.tolist()
+        reused = min(free, count)
+        nodes = np.concatenate([self._free[free - reused : free], np.arange(given, given + count - reused)])
+        self._counts += (-reused, count - reused, count)
+        return nodes
 
     def _head_home(self, keys: np.ndarray) -> np.ndarray:
         return (splitmix64(keys) & np.uint64(self.capacity - 1)).astype(np.int64)
@@ -186,13 +221,26 @@ class HashTable:
             entries, slots = entries[go_on], (slots[go_on] + 1) & (self.capacity - 1)
         return result
 
-    def _place(self, table: np.ndarray, slots: np.ndarray, nodes: np.ndarray) -> None:
-        """Put nodes that are not in `table` into the first free slot from `slots` on, reusing tombstones."""
+    def _place(self, which: int, slots: np.ndarray, nodes: np.ndarray) -> None:
+        """Put nodes that are in no slot yet into the first free one from `slots` on."""
+        table = (self._heads, self._pair_slots)[which]
         while len(nodes):
-            free = table[slots] < 0
+            seen = table[slots]
+            free = seen < 0
             table[slots[free]] = nodes[free]  # where several want one slot, one of them gets it ...
-            left = table[slots] != nodes  # ... and the others go on
-            nodes, slots = nodes[left], (slots[left] + 1) & (self.capacity - 1)
+            placed = table[slots] == nodes
+            self._used[which] += np.count_nonzero(placed & (seen == _EMPTY))
+            nodes, slots = nodes[~placed], (slots[~placed] + 1) & (self.capacity - 1)  # ... and the others go on
+
+    def _clear(self, which: int, slots: np.ndarray) -> None:
+        """Free slots. They become empty, and used ones before them too, where no search can go past any more."""
+        table, mask = (self._heads, self._pair_slots)[which], self.capacity - 1
+        table[slots] = _TOMBSTONE
+        while len(slots):
+            slots = np.unique(slots[(table[slots] == _TOMBSTONE) & (table[(slots + 1) & mask] == _EMPTY)])
+            table[slots] = _EMPTY
+            self._used[which] -= len(slots)
+            slots = (slots - 1) & mask
 
     def _link(self, nodes: np.ndarray) -> None:
         """Put new nodes, oldest first, in front of the lists of their keys."""
@@ -207,7 +255,7 @@ class HashTable:
         old_heads = self._heads[slots[known]]
         self._next[tails[known]], self._prev[old_heads] = old_heads, tails[known]
         self._heads[slots[known]] = heads[known]
-        self._place(self._heads, self._head_home(self._keys[heads[~known]]), heads[~known])
+        self._place(_HEADS, self._head_home(self._keys[heads[~known]]), heads[~known])
 
     def _unlink(self, dead: np.ndarray) -> None:
         """Take nodes marked as dead out of their lists: neighbours in one list may die in the same batch."""
@@ -223,16 +271,28 @@ class HashTable:
         self._prev[following[following >= 0]] = previous[following >= 0]
         first = previous < 0
         slots = self._find_heads(self._keys[dead[first]])
-        self._heads[slots] = np.where(following[first] >= 0, following[first], _TOMBSTONE)
+        following = following[first]
+        self._heads[slots[following >= 0]] = following[following >= 0]
+        self._clear(_HEADS, slots[following < 0])
 
 
-def _pairs(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Checked arrays without repeated pairs, in the order of their first occurrence."""
-    keys, values = np.asarray(keys, dtype=np.uint64), np.asarray(values, dtype=np.int64)
+def capacity_for(pairs: int, load: float) -> int:
+    """Slots of a table in which so many pairs are at most half of those that it may hold."""
+    return max(_MIN_CAPACITY, 1 << (int(np.ceil(2 * pairs / load)) - 1).bit_length())
+
+
+def checked_pairs(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys (uint64) and values (int64), one behind the other in memory, or ValueError."""
+    keys, values = np.ascontiguousarray(keys, dtype=np.uint64), np.ascontiguousarray(values, dtype=np.int64)
     if keys.ndim != 1 or keys.shape != values.shape:
         raise ValueError(f"`keys` and `values` must be 1-D of one length, got shapes {keys.shape}, {values.shape}.")
     if len(values) and values.min() < 0:
         raise ValueError(f"`values` must be at least 0 (-1 marks an empty place), got {values.min()}.")
+    return keys, values
+
+
+def unique_pairs(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs without repetitions, in the order of their first occurrence."""
     order = np.lexsort((values, keys))
     repeated = (keys[order][1:] == keys[order][:-1]) & (values[order][1:] == values[order][:-1])
     first = np.ones(len(keys), dtype=bool)

@@ -190,9 +190,14 @@ def _cover(runs: Sequence[Run], first: int, limit: int, min_match: int, seam_tok
     have been seam rows, which run anyway.
     """
     waiting = sorted((run for run in runs if run.stop > first and run.start < limit), key=lambda run: run.start)
-    turning: list[tuple] = []  # (where it becomes seamless, order of arrival, run)
-    seamed: list[tuple] = []
-    seamless: list[tuple] = []
+    ranks = [_rank(run, limit) for run in waiting]
+    best_first = sorted(range(len(waiting)), key=ranks.__getitem__)
+    places = [0] * len(waiting)  # place of each run among the best: heaps compare numbers, not ranks
+    for place, number in enumerate(best_first):
+        places[number] = place
+    turning: list[tuple[int, int]] = []  # where a run becomes seamless, its place
+    seamed: list[int] = []
+    seamless: list[int] = []
     spans: list[PlanSpan] = []
     cursor, arrived, following = first, 0, 0
     while cursor < limit:
@@ -200,19 +205,21 @@ def _cover(runs: Sequence[Run], first: int, limit: int, min_match: int, seam_tok
         least, ahead = (max(min_match, seam_tokens + 1), seam_tokens) if cursor else (min_match, 0)
         while arrived < len(waiting) and waiting[arrived].start <= cursor + ahead:
             run = waiting[arrived]
-            heapq.heappush(seamed, (_rank(run, limit), arrived, run))
-            heapq.heappush(turning, (run.start + LEFT_TOKENS - run.left_match, arrived, run))
+            heapq.heappush(seamed, places[arrived])
+            heapq.heappush(turning, (run.start + LEFT_TOKENS - run.left_match, places[arrived]))
             arrived += 1
         while turning and turning[0][0] <= cursor:
-            _, order, run = heapq.heappop(turning)
-            heapq.heappush(seamless, (_rank(run, limit), order, run))
-        while seamless and seamless[0][2].stop <= cursor:
+            heapq.heappush(seamless, heapq.heappop(turning)[1])
+        while seamless and waiting[best_first[seamless[0]]].stop <= cursor:
             heapq.heappop(seamless)
-        while seamed and min(seamed[0][2].stop, limit) - max(cursor, seamed[0][2].start) < least:
+        while seamed:
+            run = waiting[best_first[seamed[0]]]
+            if min(run.stop, limit) - max(cursor, run.start) >= least:
+                break
             heapq.heappop(seamed)
         best = seamless or seamed
         if best:
-            run = best[0][2]
+            run = waiting[best_first[best[0]]]
             start = max(cursor, run.start)
             seam = start > 0 and best is seamed and run.left_match + start - run.start < LEFT_TOKENS
             spans.append(_cut(run, start, limit, seam))

@@ -191,22 +191,29 @@ class PlannedRow:
             self.drifts = [correction for correction in cut if len(correction.targets)]
 
     def _take_runs(self, seam_tokens: int) -> None:
+        spans = self.plan.shifted
+        if not spans:
+            return
         numbers = {segment: number for number, segment in enumerate(self.served.segments)}
-        run_start = 0
-        for span in self.plan.shifted:
-            segment, where = span.run.segment, slice(span.start, span.stop)
-            if segment not in numbers:
-                numbers[segment] = len(numbers)
-                self.served.segments.append(segment)
-            self.kinds[where] = SHIFTED
-            self.served.which[where] = numbers[segment]
-            self.served.offset[where] = np.arange(span.offset, span.offset + len(span))
-            self.served.shift[where] = span.shift
-            if span.seam:
-                run_start = span.start
-                self.seams[span.start : min(span.start + seam_tokens, span.stop)] = True
-            self.run_start[where] = run_start
-            self.hops = max(self.hops, span.hops + 1)
+        for span in spans:
+            if span.run.segment not in numbers:
+                numbers[span.run.segment] = len(numbers)
+                self.served.segments.append(span.run.segment)
+        which = np.array([numbers[span.run.segment] for span in spans])
+        fields = [(span.start, span.stop, span.offset, span.shift, span.seam) for span in spans]
+        start, stop, offset, shift, seam = np.array(fields, dtype=np.int64).T
+        seam = seam.astype(bool)
+        lengths = stop - start
+        of = np.repeat(np.arange(len(spans)), lengths)  # number of the span that each row is in
+        rows = np.arange(len(of)) + (start - np.cumsum(lengths) + lengths)[of]
+        run_start = np.maximum.accumulate(np.where(seam, start, 0))
+        self.kinds[rows] = SHIFTED
+        self.served.which[rows] = which[of]
+        self.served.offset[rows] = rows + (offset - start)[of]
+        self.served.shift[rows] = shift[of]
+        self.run_start[rows] = run_start[of]
+        self.seams[rows] = (seam & (seam_tokens > 0))[of] & (rows < (start + seam_tokens)[of])
+        self.hops = max(self.hops, *(span.hops + 1 for span in spans))
 
 
 def _choose_prefix(match: Match, fidelity: str) -> Prefix | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_suffix_cache.kernels import HashTable, window_hashes
+from hf_suffix_cache.kernels import window_hashes
+from hf_suffix_cache.lookup import find_spans, make_table
 from hf_suffix_cache.store.segments import Segment
 
 LEFT_TOKENS = 16  # left neighbours compared to tell a seam
@@ -65,9 +66,17 @@ class WindowIndex:
         max_candidates (`int`, *optional*, defaults to 8): Most equal windows looked at per prompt position, newest
             segment first, and most runs that may overlap at one.
         hash_fn (*optional*): `hash_fn(ids, window) -> uint64 [n - window + 1]`. A bad one only costs time.
+        device (*optional*, defaults to `"cpu"`): Where the table lies: where the model's rows do.
     """
 
-    def __init__(self, window: int = 8, stride: int = 8, max_candidates: int = 8, hash_fn: Callable = window_hashes):
+    def __init__(
+        self,
+        window: int = 8,
+        stride: int = 8,
+        max_candidates: int = 8,
+        hash_fn: Callable = window_hashes,
+        device="cpu",
+    ):
         for name, value in (("window", window), ("stride", stride), ("max_candidates", max_candidates)):
             if not 1 <= value <= 255:
                 raise ValueError(f"`{name}` must be from 1 to 255, got {value}.")
@@ -75,6 +84,7 @@ class WindowIndex:
         self.stride = stride
         self.max_candidates = max_candidates
         self.hash_fn = hash_fn
+        self.device = device
         self._reset()
 
     def __len__(self) -> int:
@@ -150,7 +160,7 @@ class WindowIndex:
         return sorted(runs, key=lambda run: (run.start, -run.stop, run.segment.segment_id, run.offset))
 
     def _reset(self) -> None:
-        self._table = HashTable()
+        self._table = make_table(self.device)
         self._tokens = np.full(1024, _GAP, dtype=np.int64)
         self._used = 1  # entry 0 is the mark left of the first piece
         self._garbage = 0
@@ -210,7 +220,14 @@ class WindowIndex:
 
     def _spans(self, ids: np.ndarray, first: int, min_match: int) -> list[tuple[int, int, int]]:
         """Common runs as (start, stop, place of start in `_tokens`): hits are grown one by one, rare ones first."""
-        position, place = self._hits(ids, first, min_match)
+        if len(ids) - first < max(self.window, min_match) or not self._places:
+            return []
+        hashes, check = self.hash_fn(ids[first:], self.window), min(min_match, _CHECKED_TOKENS)
+        tokens = self._tokens[: self._used]
+        found = find_spans(self._table, hashes, ids, first, min_match, check, self.window, self.max_candidates, tokens)
+        if found is not None:
+            return list(map(tuple, found.tolist()))
+        position, place = self._hits(ids, hashes, first, check)
         spans: list[tuple[int, int, int]] = []
         cover = np.zeros(len(ids), dtype=np.uint8)  # how many runs hold each position
         seen: dict[int, list[tuple[int, int]]] = {}  # diagonal -> parts of it that were grown already, ascending
@@ -240,16 +257,13 @@ class WindowIndex:
             done, step = part.stop, 2 * step
         return done
 
-    def _hits(self, ids: np.ndarray, first: int, min_match: int) -> tuple[np.ndarray, np.ndarray]:
+    def _hits(self, ids: np.ndarray, hashes: np.ndarray, first: int, check: int) -> tuple[np.ndarray, np.ndarray]:
         """
         Prompt positions and equal stored windows, in the order in which to grow them.
 
         Returns:
             Two `np.ndarray` of int64, `[hits]`: Start of the window in `ids`, its place in `_tokens`.
         """
-        if len(ids) - first < max(self.window, min_match) or not self._places:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        hashes = self.hash_fn(ids[first:], self.window)
         parts = []
         pending, limit = np.arange(len(hashes)), self.max_candidates
         while len(pending):
@@ -263,7 +277,7 @@ class WindowIndex:
             pending, limit = np.concatenate(again), 4 * limit
         position, place, rank = (np.concatenate(part) for part in zip(*parts, strict=True))
         number = np.bincount(position, minlength=len(ids))[position]
-        long_enough = self._reaches(ids, position, place, first, min(min_match, _CHECKED_TOKENS))
+        long_enough = self._reaches(ids, position, place, first, check)
         position, place, rank, number = (part[long_enough] for part in (position, place, rank, number))
         order = np.lexsort((rank, position, number))
         return position[order], place[order]
@@ -306,8 +320,7 @@ class WindowIndex:
         seen = int(segment.positions[offset])
         if segment not in same_start:
             same_start[segment] = common_prefix(ids[:SAME_START_TOKENS], segment.context[:SAME_START_TOKENS])
-        left = segment.context[max(0, seen - LEFT_TOKENS) : seen][::-1]
-        left_match = common_prefix(ids[max(0, start - LEFT_TOKENS) : start][::-1], left)
+        left_match = _common_end(ids[max(0, start - LEFT_TOKENS) : start], segment.context[:seen])
         if segment.is_mean:  # what was left of its first row differs from copy to copy
             left_match = min(left_match, offset + segment.copies.shared_left)
         return Run(start, stop, segment, offset, start - seen, segment.hops, left_match, seen, same_start[segment])
@@ -386,6 +399,16 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     end = min(len(a), len(b))
     differs = a[:end] != b[:end]
     return int(differs.argmax()) if differs.any() else end
+
+
+def _common_end(short: np.ndarray, long: np.ndarray) -> int:
+    """Number of equal last entries of a few tokens and others: most often none, so arrays would cost more."""
+    length = 0
+    for mine, other in zip(reversed(short.tolist()), reversed(long[-LEFT_TOKENS:].tolist()), strict=False):
+        if mine != other:
+            break
+        length += 1
+    return length
 
 
 def _checked(ids: np.ndarray, name: str) -> np.ndarray:
