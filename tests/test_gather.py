@@ -27,6 +27,7 @@ ROTATIONS = {
 }
 BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 ROWS = 96
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +47,15 @@ def frequencies_of(spec) -> dict:
     return {spec: 10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)}
 
 
-def make_pool(dtype, rotation, slabs=2) -> tuple[BlockPool, list]:
+def make_pool(dtype, rotation, slabs=2, device=CPU) -> tuple[BlockPool, list]:
     """
     A pool of three layers, two of them alike, with as many extents of `ROWS` random rows, each in a slab of its own,
     -0.0 and subnormal numbers among them.
     """
     spec = ROTATIONS[rotation]
     turned = (None, spec) if rotation == "values" else (spec, None)
-    wide = LayerShape(2, 16, 16, dtype, torch.device("cpu"), *turned)
-    odd = LayerShape(1, 16, 3, dtype, torch.device("cpu"), spec)
+    wide = LayerShape(2, 16, 16, dtype, device, *turned)
+    odd = LayerShape(1, 16, 3, dtype, device, spec)
     pool = BlockPool((wide, odd, wide), 16, Budget(1 << 22))
     extents = []
     for number in range(slabs):

@@ -17,12 +17,16 @@ import numpy as np
 import pytest
 import torch
 
-from hf_suffix_cache import building
+import flash_shim
+from benchmarks import gpu_check, gpu_models
+from benchmarks.common import read_rows
+from hf_suffix_cache import building, flash
 from hf_suffix_cache.store import gather
+from test_flash import SHIM, upper_left
 from test_gather import DTYPES, PICKED, ROTATIONS, SHIFTS, check, fill, frequencies_of, make_pool
 
 SOURCES = sorted(building.SOURCES.glob("*.cu"))
-SHIM = Path(__file__).parent / "cuda_shim"
+CUDA_SHIM = Path(__file__).parent / "cuda_shim"
 
 
 # -- compiling --------------------------------------------------------------------------------------------------------
@@ -65,7 +69,7 @@ def build_on_cpu(source: Path, folder: Path) -> ctypes.CDLL:
         pytest.skip("no C++ compiler on PATH")
     target = folder / f"{source.stem}.so"
     command = [compiler, "-x", "c++", "-std=c++17", "-O1", "-ffp-contract=off", "-fsanitize=alignment", "-fPIC"]
-    command += ["-shared", f"-I{SHIM}", "-o", str(target), str(source)]
+    command += ["-shared", f"-I{CUDA_SHIM}", "-o", str(target), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return ctypes.CDLL(str(target))
@@ -127,3 +131,99 @@ def test_cuda_source_refuses_what_it_cannot_turn(emulated):
     assert call(4, 8) == 1 and call(9, 0) == 1
     assert not goal.any()
     assert call(0, 0) == 0 and torch.equal(goal, source)
+
+
+# -- the check that runs on a card ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def check_gpu(tmp_path):
+    """`check_gpu(*arguments)`: exit status and `{part: state}` of `benchmarks.gpu_check`."""
+
+    def call(*arguments):
+        status = gpu_check.main(["--n", "1", "--threads", "1", "--output", str(tmp_path), *arguments])
+        rows = read_rows(tmp_path / "gpu.csv")
+        return status, {row["case"]: row["value"] for row in rows if row["metric"] == "state"}
+
+    return call
+
+
+@pytest.mark.parametrize("name", gpu_check.PARTS)
+def test_every_part_of_the_check_runs_dry(check_gpu, kernels, monkeypatch, name):
+    """On the CPU: kernels of the CPU, and a stand-in for flash-attn."""
+    monkeypatch.setattr(flash, "library", lambda: SHIM)
+    status, states = check_gpu("--device", "cpu", "--parts", name)
+    assert status == 0
+    assert states == {name: "not run" if name == "flash_model" else "passed"}
+
+
+def test_part_without_its_library_is_not_run(check_gpu, monkeypatch, capsys):
+    monkeypatch.setattr(flash, "library", lambda: None)
+    monkeypatch.setattr(building, "missing_tools", lambda: ["ninja"])
+    status, states = check_gpu("--device", "cpu", "--parts", "build,rows,lookup,flash")
+    assert status == 0 and set(states.values()) == {"not run"}
+    said = capsys.readouterr().out
+    assert "no ninja to build kernels with" in said and "flash-attn is not installed" in said
+
+
+def test_check_fails_on_wrong_rows_and_goes_on(check_gpu, kernels, monkeypatch):
+    copied = gather._copy_compiled
+
+    def off_by_a_bit(source, goal, *arguments):
+        done = copied(source, goal, *arguments)
+        goal.view(torch.int16)[0, 0, -1, 0] ^= 1
+        return done
+
+    monkeypatch.setattr(gather, "_copy_compiled", off_by_a_bit)
+    status, states = check_gpu("--device", "cpu", "--parts", "rows,lookup")
+    assert status == 1 and states == {"rows": "FAILED", "lookup": "passed"}
+
+
+def test_check_fails_on_wrong_attention(check_gpu, monkeypatch):
+    monkeypatch.setattr(flash, "library", lambda: SHIM)
+    monkeypatch.setattr(flash_shim, "visible", upper_left)
+    assert check_gpu("--device", "cpu", "--parts", "flash") == (1, {"flash": "FAILED"})
+
+
+def test_check_fails_on_a_report_that_miscounts(check_gpu, monkeypatch):
+    monkeypatch.setattr(gpu_models.Rows, "__call__", lambda *args: None)
+    assert check_gpu("--device", "cpu", "--parts", "oracles") == (1, {"oracles": "FAILED"})
+
+
+def test_check_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main(["--threads", "1"]) == 2
+    assert "no CUDA device" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="don't belong into benchmarks/results"):
+        gpu_check.main(["--device", "cpu", "--threads", "1"])
+    with pytest.raises(ValueError, match="`parts` must be of"):
+        gpu_check.main(["--device", "cpu", "--threads", "1", "--parts", "rows,nothing"])
+
+
+# -- on a card --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in gpu_check.PARTS if name != "speed"])
+def test_part_on_a_card(check_gpu, name):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    status, states = check_gpu("--parts", name)
+    assert status == 0
+    if states[name] == "not run":
+        pytest.skip("its library is missing: see the output")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_on_a_card_are_those_of_a_slow_oracle_to_the_bit(kernels, monkeypatch, dtype, rotation):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    assert kernels("rows", "cuda") is not None
+    spec, random = ROTATIONS[rotation], np.random.default_rng(3)
+    for shifting, picking in itertools.product(SHIFTS.values(), PICKED.values()):
+        pool, (source, _) = make_pool(dtype, rotation, device=torch.device("cuda"))
+        rows, target = picking(random), pool.allocate(96)
+        fill(target.slab, 5)
+        check(pool, source, target, 0, rows, np.arange(len(rows)) + 6, shifting(rows, random), frequencies_of(spec))
