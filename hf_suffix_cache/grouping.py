@@ -54,10 +54,13 @@ def _costs(rows: list[PlannedRow], batch: PromptBatch, kept: np.ndarray, policy,
     filters, probes = (getattr(policy, name, False) for name in ("filters_layers", "needs_attention"))
     cost = np.full((len(rows) + 1, len(rows) + 1), np.inf)
     for start in range(len(rows)):
-        (runs, moved), chosen = np.zeros((2, batch.columns), dtype=bool), 0
+        (runs, moved), chosen, filtered = np.zeros((2, batch.columns), dtype=bool), 0, 0
         for stop in range(start + 1, len(rows) + 1):
             runs, moved = runs | new[stop - 1], moved | shifted[stop - 1]
             chosen += budgets[stop - 1]
+            filtered += filters and bool(shifted[stop - 1].any())
+            if filtered > 1:
+                break  # rows of several prompts would compete for what each of them may keep
             before = int((runs & ~kept).sum())
             forwards, wanted = min(before, 1), before
             if moved.any():
