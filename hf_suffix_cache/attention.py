@@ -1,22 +1,31 @@
 """
 The attention function that the package registers with transformers, and its mask function.
 
-A model is switched to it only while a scattered pass or a probe runs, by count under a lock. Threads that have no such
-pass open get the model's own attention and mask. A probe reads how much the last queries attend to each position.
+A model is switched to it only while a forward of ours runs, by count under a lock. Threads that have no such forward
+open get the model's own attention and mask. A probe reads how much the last queries attend to each position. Where the
+model's own is sdpa and it is known to be faster, grouped heads are attended to without copies (`grouped.py`).
 """
 
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .grouped import Bounds, grouped_attention, visible_bounds
+
 NAME = "suffix_cache"
 MODEL_BUILDS_MASKS = ("sdpa", "eager")  # implementations whose masks follow a query offset per row
+
+# arguments of a layer that say nothing about its arithmetic, or what the mask says already
+HARMLESS = {"dropout", "scaling", "is_causal", "sliding_window", "position_ids", "use_cache", "cache_position"}
+MOST_MASKS = 4  # as many kinds of layers as a model has masks for
 
 _lock = threading.Lock()
 _switched: dict[int, list] = {}  # id(config) -> [config, its own implementation, count]
@@ -82,34 +91,105 @@ def attention_weights(query, key, mask, scaling, softcap=None) -> torch.Tensor:
 
 
 @dataclass
-class _Pass:
-    """What the current thread's open pass wants of the attention function."""
+class Pass:
+    """
+    What a thread's open forward wants of the attention function.
+
+    Args:
+        probe (`Probe`, *optional*): Reads every layer.
+        explicit_masks (`bool`): Whether masks have to be tensors even where sdpa could do without.
+        grouped (`bool`): Whether grouped heads may be attended to in our own way.
+        columns (`np.ndarray`, `[queries]`), total (`int`), *optional*: Column of each query, and of how many.
+        pads (`np.ndarray`, `[batch]`, *optional*): Columns at the front of each row that hold no token.
+        configs (list): What the forward has switched.
+    """
 
     probe: Probe | None = None
     explicit_masks: bool = False
+    grouped: bool = False
+    columns: np.ndarray | None = None
+    total: int | None = None
+    pads: np.ndarray | None = None
+    configs: list = field(default_factory=list)
+    _bounds: list = field(default_factory=list)  # of the newest masks: (weak reference to the mask, bounds)
+
+    def bounds(self, mask: torch.Tensor) -> Bounds:
+        """What blocks of queries see by this mask, which most layers share."""
+        for known, bounds in self._bounds:
+            if known() is mask:
+                return bounds
+        bounds = visible_bounds(mask)
+        self._bounds = [(weakref.ref(mask), bounds), *self._bounds[: MOST_MASKS - 1]]
+        return bounds
 
 
 @contextmanager
-def open_pass(model: PreTrainedModel, probe: Probe | None = None, explicit_masks: bool = False):
+def open_pass(
+    model: PreTrainedModel,
+    probe: Probe | None = None,
+    explicit_masks: bool = False,
+    columns: np.ndarray | None = None,
+    total: int | None = None,
+    pads: np.ndarray | None = None,
+):
     """
     Run the forwards inside with the registered attention function, if that is needed: for a probe, because masks have
-    to be tensors even where sdpa could do without (rows that leave the forward are cut out of them), or because the
-    model's own implementation can't attend from scattered rows (flash and flex attention; these then run as sdpa).
+    to be tensors even where sdpa could do without (rows that leave the forward are cut out of them), because the
+    model's own implementation can't attend from scattered rows (flash and flex attention; these then run as sdpa), or
+    for speed: with `columns`, the queries' own of `total`, grouped heads are attended to in our own way. Only models
+    whose attention goes through transformers' interface (`Capability.reads_attention`) may be given columns.
     """
     own = own_implementation(model)
-    if probe is None and not explicit_masks and own in MODEL_BUILDS_MASKS:
+    grouped = columns is not None and own != "eager" and not is_compiled_anywhere(model)
+    if probe is None and not explicit_masks and not grouped and own in MODEL_BUILDS_MASKS:
         yield
         return
-    register()
-    configs = attention_configs(model)
     outer = getattr(_thread, "current", None)
-    _thread.current = _Pass(probe, explicit_masks)
-    _switch(configs)
+    current = Pass(probe, explicit_masks, grouped, columns, total, pads, attention_configs(model))
+    _begin(current)
     try:
         yield
     finally:
-        _switch_back(configs)
+        _switch_back(current.configs)
         _thread.current = outer
+
+
+def begin_forward(configs: list) -> None:
+    """
+    Until `end_forward`, this thread's forward attends to grouped heads in our own way. `configs` are those that
+    `groupable_configs` gave. Nothing happens inside of an open pass.
+    """
+    current = getattr(_thread, "current", None)
+    if current is not None and current is getattr(_thread, "forward", None):
+        end_forward()  # of a forward that an interrupt ended without its hooks
+        current = None
+    if configs and current is None and _own(configs[0]) == "sdpa":
+        _thread.forward = Pass(grouped=True, configs=configs)
+        _begin(_thread.forward)
+
+
+def end_forward() -> None:
+    """The forward of this thread that `begin_forward` began, if there is one, has ended."""
+    current = getattr(_thread, "forward", None)
+    if current is not None:
+        _thread.forward = None
+        if _thread.current is current:
+            _thread.current = None
+        _switch_back(current.configs)
+
+
+def groupable_configs(model: PreTrainedModel) -> list:
+    """The configs to switch so that the model's forwards may be sped up; none if something in it is compiled."""
+    return [] if is_compiled_anywhere(model) else attention_configs(model)
+
+
+def is_compiled_anywhere(model: torch.nn.Module) -> bool:
+    """Whether the model or a part of it is compiled: what is compiled was compiled for the model's own attention."""
+    return hasattr(model.forward, "_torchdynamo_orig_callable") or any(
+        vars(module).get("_compiled_call_impl") is not None
+        or isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+        for module in model.modules()
+    )
 
 
 def own_implementation(model: PreTrainedModel) -> str:
@@ -125,12 +205,18 @@ def register() -> None:
 
 
 def attention_forward(module, query, key, value, attention_mask, **kwargs):
-    """The model's own attention; in a thread with an open pass sdpa or eager, read by the probe."""
+    """The model's own attention; in a thread with an open pass sdpa or eager, or grouped heads, read by the probe."""
     current = getattr(_thread, "current", None)
     own = _own(module.config)
     if current is not None and own not in MODEL_BUILDS_MASKS:
         own = "sdpa"
-    output = _implementation(own, module)(module, query, key, value, attention_mask, **kwargs)
+    output = None
+    if current is not None and current.grouped and own == "sdpa" and _is_plain(kwargs):
+        output = grouped_attention(query, key, value, attention_mask, kwargs.get("scaling"), current.bounds)
+    if output is None:
+        output = _implementation(own, module)(module, query, key, value, attention_mask, **kwargs)
+    else:
+        output = output, None
     if current is not None and current.probe is not None:
         current.probe.read(module, query, key, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"))
     return output
@@ -165,16 +251,34 @@ def _implementation(name: str, module):
     return ALL_ATTENTION_FUNCTIONS[name]
 
 
+def _is_plain(kwargs: dict) -> bool:
+    """Whether a layer's arguments ask for nothing but softmax(scores) @ values."""
+    if kwargs.get("dropout"):
+        return False
+    return all(name in HARMLESS or value is None or value is False for name, value in kwargs.items())
+
+
 def _own(config) -> str:
-    with _lock:  # between the two looks another thread might switch
+    name = config._attn_implementation
+    if name != NAME:
+        return name
+    with _lock:  # it may be switched back meanwhile
         entry = _switched.get(id(config))
         return config._attn_implementation if entry is None else entry[1]
+
+
+def _begin(current: Pass) -> None:
+    register()
+    _switch(current.configs)
+    _thread.current = current
 
 
 def _switch(configs: list) -> None:
     with _lock:
         for config in configs:
-            entry = _switched.setdefault(id(config), [config, config._attn_implementation_internal, 0])
+            entry = _switched.setdefault(id(config), [config, None, 0])
+            if config._attn_implementation_internal != NAME:
+                entry[1] = config._attn_implementation_internal  # maybe another than before: the caller may set it
             entry[2] += 1
             config._attn_implementation_internal = NAME
 
@@ -185,5 +289,6 @@ def _switch_back(configs: list) -> None:
             entry = _switched[id(config)]
             entry[2] -= 1
             if entry[2] == 0:
-                config._attn_implementation_internal = entry[1]
+                if config._attn_implementation_internal == NAME:
+                    config._attn_implementation_internal = entry[1]
                 del _switched[id(config)]

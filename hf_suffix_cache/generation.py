@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
+from .attention import begin_forward, end_forward, groupable_configs
 from .calls import GenerateCall
 from .capability import cache_argument
 from .inputs import CACHE_NAMES, Refused, describe_plain
@@ -21,7 +22,8 @@ from .view import View
 _lock = threading.RLock()
 _at_uninstall: list[Callable[[], None]] = []
 _originals: dict[str, object] = {}  # what install has wrapped: methods of GenerationMixin by name
-_hooked: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> [count, handles]
+# model -> [count, unhook, configs to switch]
+_hooked: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()
 _attached: "weakref.WeakKeyDictionary[torch.nn.Module, list]" = weakref.WeakKeyDictionary()  # model -> attachments
 
 
@@ -167,13 +169,14 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
 def hooked(model):
     """One counted pair of hooks on a model; they act on the view that they find in a forward's arguments."""
     with _lock:
-        entry = _hooked.setdefault(model, [0, None])
+        entry = _hooked.setdefault(model, [0, None, ()])
         if entry[0] == 0:
-            entry[1] = _hook(model)
+            entry[1], entry[2] = _hook(model), groupable_configs(model)
         entry[0] += 1
     try:
         yield
     finally:
+        end_forward()  # of a forward that an interrupt ended without its hooks
         with _lock:
             entry[0] -= 1
             if entry[0] == 0:
@@ -242,6 +245,8 @@ def _before_forward(model, args: tuple, kwargs: dict):
             kwargs = request.continued(model, kwargs)
         if request.state == "waiting":
             kwargs = request.prefill(model, kwargs)
+        if request.capability.reads_attention:
+            begin_forward(_hooked[model][2])
     except BaseException:
         request.pause()
         raise
@@ -250,6 +255,7 @@ def _before_forward(model, args: tuple, kwargs: dict):
 
 @torch.compiler.disable
 def _after_forward(model, args: tuple, kwargs: dict, output):
+    end_forward()
     request = _request_of(model, kwargs)
     if request is None:
         return None
