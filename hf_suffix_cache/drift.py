@@ -11,11 +11,13 @@ text behind it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .rope import RotarySpec, rotation, turn
+from .differences import Places, Turn, add_rows, take_differences
+from .rope import RotarySpec, rotation
 from .store.corrections import Drift
 from .store.gather import copy_rows
 from .store.shelf import Recipe
@@ -29,24 +31,27 @@ LOCAL = 0.12
 REACH = 8.0
 SIZE_POWER = -0.25
 NEIGHBOURS = 16  # nearest repaired rows to the left that a correction is made from
-BLOCK = 512  # targets that one product corrects
+BLOCK = 256  # targets that one product corrects
 
 
 def blocks(drift: Drift, slot: str) -> list[tuple[slice, slice, np.ndarray]]:
     """
-    Targets, anchors, and weights `[targets, anchors]` in fp64 for `"keys"` or `"values"`, run by run; runs without
-    anchors have none.
+    Targets, anchors, and weights `[targets, anchors]` in fp64 for `"keys"` or `"values"`, run by run. Targets without
+    an anchor to their left are in none.
     """
     found = []
-    for start in np.unique(drift.run_start[drift.targets]).tolist():
+    for start in np.unique(drift.run_start[drift.anchors]).tolist():
         anchors, targets = (_range(rows, drift.run_start, start) for rows in (drift.anchors, drift.targets))
-        if anchors.start == anchors.stop:
-            continue
-        for first in range(targets.start, targets.stop, BLOCK):
-            part = slice(first, min(first + BLOCK, targets.stop))
-            weights = weights_of(drift.anchors[anchors], drift.targets[part], COMMON[slot])
-            sizes = [(1.0 + rows - start) ** SIZE_POWER for rows in (drift.targets[part], drift.anchors[anchors])]
-            found.append((part, anchors, weights * (sizes[0][:, None] / sizes[1])))
+        rows, known = drift.targets[targets], drift.anchors[anchors]
+        left = np.searchsorted(known, rows)  # anchors to the left of each target
+        for first in range(int(np.searchsorted(left, 1)), len(rows), BLOCK):
+            last = min(first + BLOCK, len(rows))
+            part, near = rows[first:last], slice(max(0, int(left[first]) - NEIGHBOURS), int(left[last - 1]))
+            weights = weights_of(known[near], part, COMMON[slot])
+            sizes = [(1.0 + each - start) ** SIZE_POWER for each in (part, known[near])]
+            where = slice(targets.start + first, targets.start + last)
+            used = slice(anchors.start + near.start, anchors.start + near.stop)
+            found.append((where, used, weights * (sizes[0][:, None] / sizes[1])))
     return found
 
 
@@ -66,17 +71,39 @@ def weights_of(anchors: np.ndarray, targets: np.ndarray, common: float) -> np.nd
     Weights `[targets, anchors]` of the best linear estimate of the differences at `targets` from those at the nearest
     `anchors` to the left of each; all ascending positions of one run.
     """
-    place = np.searchsorted(anchors, targets)[:, None] - 1 - np.arange(min(NEIGHBOURS, len(anchors)))
+    # targets between the same two anchors have the same nearest ones: one matrix is inverted for all of them
+    left, which = np.unique(np.searchsorted(anchors, targets), return_inverse=True)
+    place = left[:, None] - 1 - np.arange(min(NEIGHBOURS, len(anchors)))
     valid = place >= 0
     near = anchors[np.maximum(place, 0)]
     between = correlation(near[:, :, None] - near[:, None, :], common)
     between = np.where(valid[:, :, None] & valid[:, None, :], between, np.eye(near.shape[1]))
-    towards = np.where(valid, correlation(targets[:, None] - near, common), 0.0)
-    solved = np.linalg.solve(between, towards[:, :, None])[:, :, 0]
+    towards = np.where(valid[which], correlation(targets[:, None] - near[which], common), 0.0)
+    solved = (np.linalg.inv(between)[which] @ towards[:, :, None])[:, :, 0]
     weights = np.zeros((len(targets), len(anchors)))
-    row, column = np.nonzero(valid)
-    weights[row, place[row, column]] = solved[row, column]
+    row, column = np.nonzero(valid[which])
+    weights[row, place[which][row, column]] = solved[row, column]
     return weights
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """
+    What one forward, or one piece of it, brings and corrects.
+
+    Args:
+        place (`Places`), anchors (`Places`): The fresh rows of the anchors numbered `anchors` among those it computes.
+        columns (`Places`): Their columns.
+        targets (`Places`), rows (`Places`): The targets that it corrects, and their columns.
+        final (`bool`): Whether no anchor is to come.
+    """
+
+    place: Places
+    anchors: Places
+    columns: Places
+    targets: Places
+    rows: Places
+    final: bool
 
 
 class DriftCorrection:
@@ -102,86 +129,98 @@ class DriftCorrection:
         kept: np.ndarray | None = None,
     ):
         self.drift = drift
-        self.kept = np.arange(len(drift.targets)) if kept is None else np.flatnonzero(kept)
         self.batch_rows = batch_rows
         self.frequencies = frequencies
-        self.anchors = drift.anchors + pad
-        self.targets = drift.targets + pad
+        self.pad = pad
         self.blocks = {slot: blocks(drift, slot) for slot in COMMON}
         self.shapes = dict(zip((layer.index for layer in view.own_layers), view.shelf.pool.shapes, strict=True))
+        reached = np.zeros(len(drift.targets), dtype=bool)
+        for targets, _, _ in self.blocks["keys"]:
+            reached[targets] = True
+        self.targets = np.flatnonzero(reached if kept is None else reached & kept)
         self._columns: np.ndarray | None = None
-        self._here: tuple[np.ndarray, np.ndarray] = (self.anchors[:0], self.anchors[:0])
+        self._piece: Piece | None = None
         self._before: dict[tuple, torch.Tensor] = {}  # differences at the anchors of earlier pieces of this forward
-        self._turns: dict[tuple, tuple] = {}
-        self._on_device: dict[tuple, tuple] = {}
+        self._turns: dict[tuple, Turn] = {}
+        self._weights: dict[tuple, list] = {}
+        self._sums: dict[tuple, torch.Tensor] = {}  # one layer's estimates, in memory that the next one takes over
 
     @torch.no_grad()
     def see(self, layer: ViewLayer, columns: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Take one layer's fresh rows, `[batch, kv_heads, columns, head_dim]`, and correct that layer's targets."""
         # keys and values of layer 0 depend on token and position alone
-        if layer.index == 0 or not self.blocks["keys"]:
+        if layer.index == 0 or len(self.targets) == 0:
             return
         if columns is not self._columns:
-            place = np.minimum(np.searchsorted(columns, self.anchors), len(columns) - 1)
-            found = columns[place] == self.anchors
-            self._columns, self._here = columns, (np.flatnonzero(found), place[found])
-        if len(self._here[0]) == 0:
+            anchors = self.drift.anchors + self.pad
+            place = np.minimum(np.searchsorted(columns, anchors), len(columns) - 1)
+            found = columns[place] == anchors
+            self._columns, self._piece = columns, self.piece(np.flatnonzero(found), place[found])
+        if self._piece is None:
             return
         for slot, states in (("keys", keys), ("values", values)):
             for row in self.batch_rows:
-                self.correct(layer, slot, row, states[row], *self._here)
+                self.correct(layer, slot, row, states[row], self._piece)
 
-    def correct(
-        self, layer: ViewLayer, slot: str, row: int, states: torch.Tensor, here: np.ndarray, place: np.ndarray
-    ) -> None:
+    def piece(self, anchors: np.ndarray, place: np.ndarray) -> Piece | None:
         """
-        Correct one slot (`"keys"` or `"values"`) of one batch row: `place` says where in `states`, `[kv_heads,
-        columns, head_dim]`, the fresh rows of the anchors numbered `here` are. Where a pass runs in pieces, each is
-        given the anchors behind those of the piece before it, and corrects the targets up to the anchors to come: a
-        target is written once, and gets the same bits as in one piece.
+        The anchors of these numbers, ascending, are rows `place` of a forward; None if there are none. Where a pass
+        runs in pieces, each brings the anchors behind those of the piece before it, and corrects the targets up to the
+        anchors to come: a target is written once, and gets the same bits as in one piece.
         """
+        if len(anchors) == 0 or len(self.targets) == 0:
+            return None
+        final = int(anchors[-1]) + 1 == len(self.drift.anchors)
+        borders = self.drift.anchors[[anchors[0], anchors[-1] if final else anchors[-1] + 1]]
+        first, stop = np.searchsorted(self.drift.targets[self.targets], borders).tolist()
+        mine = self.targets[first if anchors[0] else 0 : None if final else stop]
+        columns = [rows + self.pad for rows in (self.drift.anchors[anchors], self.drift.targets[mine])]
+        return Piece(*map(Places, (place, anchors, columns[0], mine, columns[1])), final)
+
+    def correct(self, layer: ViewLayer, slot: str, row: int, states: torch.Tensor, piece: Piece) -> None:
+        """
+        Correct one slot (`"keys"` or `"values"`) of one batch row by the fresh rows `states`, `[kv_heads, columns,
+        head_dim]`.
+        """
+        device, heads, dim = states.device, states.shape[0], states.shape[-1]
         spec = self.shapes[layer.index].rotary if slot == "keys" else self.shapes[layer.index].value_rotary
-        device = states.device
-        anchors, targets, kept, blocks = self._placed(slot, device)
-        borders = self.anchors[here[0]], self.anchors[min(here[-1] + 1, len(self.anchors) - 1)]
-        first, stop = np.searchsorted(self.targets[self.kept], borders).tolist()
-        final = here[-1] + 1 == len(self.anchors)
-        mine = slice(first if here[0] else 0, None if final else stop)
-        here, place = (torch.from_numpy(index).to(device) for index in (here, place))
         buffer = layer.buffer(slot)[row]
-        fresh = states.index_select(1, place).float()
-        difference = self._before.pop((layer.index, slot, row), None)
-        if difference is None:
-            difference = fresh.new_zeros(states.shape[0], len(anchors), states.shape[-1])
-        difference[:, here] = fresh - buffer.index_select(1, anchors[here]).float()
-        if not final:
-            self._before[layer.index, slot, row] = difference
-        if spec is not None:
-            difference = turn(difference, *self._turn(spec, "anchors", device), spec)
-        estimate = difference.new_zeros(states.shape[0], len(self.targets), states.shape[-1])
-        for rows, columns, weights in blocks:
-            estimate[:, rows] = weights @ difference[:, columns]
-        if spec is not None:
-            estimate = turn(estimate, *self._turn(spec, "targets", device), spec)
-        targets = targets[mine]
-        corrected = buffer.index_select(1, targets).float() + estimate.index_select(1, kept[mine])
-        buffer.index_copy_(1, targets, corrected.to(buffer.dtype))
+        differences = self._before.pop((layer.index, slot, row), None)
+        if differences is None:
+            differences = states.new_zeros(len(self.drift.anchors), heads, dim, dtype=torch.float32)
+        turned = self._turn(spec, "anchors", device)
+        take_differences(states, piece.place, buffer, piece.columns, differences, piece.anchors, turned)
+        if not piece.final:
+            self._before[layer.index, slot, row] = differences
+        if len(piece.targets) == 0:
+            return
+        estimate = self._sums.get((device, heads, dim))
+        if estimate is None:
+            estimate = differences.new_empty(len(self.drift.targets), heads, dim)
+            self._sums[device, heads, dim] = estimate
+        flat, sums = differences.view(len(differences), -1), estimate.view(len(estimate), -1)
+        first, last = piece.targets.rows[[0, -1]].tolist()
+        for targets, anchors, weights in self._on_device(slot, device):
+            if targets.start <= last and targets.stop > first:
+                torch.mm(weights, flat[anchors], out=sums[targets])
+        add_rows(buffer, piece.rows, estimate, piece.targets, self._turn(spec, "targets", device))
 
-    def _placed(self, slot: str, device: torch.device) -> tuple:
-        """Columns of anchors and kept targets, which targets are kept, and the slot's blocks, on a device."""
-        if (slot, device) not in self._on_device:
-            rows = (self.anchors, self.targets[self.kept], self.kept)
-            columns = [torch.from_numpy(each).to(device) for each in rows]
-            blocks = [(*part[:2], torch.from_numpy(part[2]).float().to(device)) for part in self.blocks[slot]]
-            self._on_device[slot, device] = *columns, blocks
-        return self._on_device[slot, device]
+    def _on_device(self, slot: str, device: torch.device) -> list:
+        """The slot's blocks with weights in fp32 on a device."""
+        if (slot, device) not in self._weights:
+            parts = [(*part[:2], torch.from_numpy(part[2]).float().to(device)) for part in self.blocks[slot]]
+            self._weights[slot, device] = parts
+        return self._weights[slot, device]
 
-    def _turn(self, spec: RotarySpec, rows: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine that take anchors' keys to position 0, or targets' keys from there."""
+    def _turn(self, spec: RotarySpec | None, rows: str, device: torch.device) -> Turn:
+        """What takes anchors' keys to position 0, or targets' keys from there."""
+        if spec is None:
+            return None
         if (spec, rows, device) not in self._turns:
             positions = -self.drift.anchors if rows == "anchors" else self.drift.targets
             frequencies = spec.sign * self.frequencies[spec].to(device)
-            self._turns[spec, rows, device] = rotation(torch.from_numpy(positions), frequencies, torch.float32)
+            tables = rotation(torch.from_numpy(positions), frequencies, torch.float32)
+            self._turns[spec, rows, device] = *tables, spec
         return self._turns[spec, rows, device]
 
 
@@ -206,12 +245,14 @@ def replay(view: View, served: Recipe, number: int, pad: int, frequencies: dict[
         copy_rows(pool, addresses, extent, number, pad + correction.anchors, correction.shift, frequencies)
         place = np.searchsorted(anchors, correction.anchors)
         step = DriftCorrection(view, correction.drift, pad, [number], frequencies, correction.kept)
-        steps.append((step, np.arange(len(place)), place))
+        piece = step.piece(np.arange(len(place)), place)
+        if piece is not None:
+            steps.append((step, piece))
     for index, layer in enumerate(view.own_layers):
         for slot, tensor in zip(("keys", "values"), pool.layer_tensors(repaired.slab, index), strict=True):
             states = repaired.layer_view(tensor)[0, :, : len(anchors)]
-            for correction, here, place in steps:
-                if layer.index > 0 and correction.blocks["keys"]:
-                    correction.correct(layer, slot, number, states, here, place)
+            for correction, piece in steps:
+                if layer.index > 0:
+                    correction.correct(layer, slot, number, states, piece)
             columns = torch.from_numpy(pad + anchors).to(states.device)
             layer.buffer(slot)[number].index_copy_(1, columns, states)

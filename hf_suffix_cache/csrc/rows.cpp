@@ -1,10 +1,11 @@
-// Rows copied from one slab tensor to another, keys turned on the way: see store/gather.py, which calls this and has
-// the slow form of it beside it.
+// Rows copied from one slab tensor to another, keys turned on the way, and differences of rows taken and added: see
+// store/gather.py and differences.py, which call this and have the slow forms of it beside them.
 //
 // A slab tensor is [layers, kv_heads, rows, dim], rows packed. Work is handed out by (layer, head). Products and sums
 // are rounded one by one (compile with -ffp-contract=off), in fp32 for half precision, so that the results are those
 // of rope.turn to the bit; not-a-number stays one, whatever its payload.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -44,6 +45,7 @@ inline float load(BFloat16 value) {
 
 inline void store(float value, float* out) { *out = value; }
 inline void store(double value, double* out) { *out = value; }
+inline void store(float value, double* out) { *out = value; }
 inline void store(float value, BFloat16* out) {
     uint32_t wide;
     std::memcpy(&wide, &value, sizeof(wide));
@@ -121,11 +123,91 @@ void copy_head(const Job& job, int64_t unit) {
     }
 }
 
+// Calls work(unit) for every unit. Threads are its own: a second OpenMP pool beside torch's would spin against it.
+template <typename Work>
+void share(int64_t units, int64_t bytes, int64_t threads, const Work& work) {
+    std::atomic<int64_t> next{0};
+    const auto take = [&work, &next, units] {
+        for (int64_t unit = next++; unit < units; unit = next++) work(unit);
+    };
+    std::vector<std::thread> helpers;
+    try {
+        for (int64_t helper = 1; helper < threads && helper < units && helper * kThreadBytes < bytes; ++helper) {
+            helpers.emplace_back(take);
+        }
+    } catch (const std::system_error&) {  // no more threads to be had: those there are do the work
+    }
+    take();
+    for (std::thread& helper : helpers) helper.join();
+}
+
 bool can_turn(int64_t kind) {
 #ifndef __FLT16_MAX__
     if (kind == kFloat16) return false;
 #endif
     return kind != kByte;
+}
+
+// Tables of a turn in fp32; none if `cos` is null. `pairs` members each, of the dimensions from `start` on.
+struct Turn {
+    const float *cos, *sin;
+    int64_t pairs, start, interleaved;
+
+    // Turns the row `in` [dim] by row `which` of the tables; gives where the result is.
+    const float* operator()(const float* in, float* spare, int64_t dim, int64_t which) const {
+        if (cos == nullptr) return in;
+        const auto one = interleaved ? turn_row<float, float, true> : turn_row<float, float, false>;
+        one(in, spare, cos + which * pairs, sin + which * pairs, dim, pairs, start);
+        return spare;
+    }
+};
+
+// Memory of one slot of one batch row, [heads, rows, dim]; strides in bytes.
+struct Rows {
+    const char* data;
+    int64_t head_step, row_step;
+
+    template <typename Stored>
+    Stored* at(int64_t head, int64_t row) const {
+        return reinterpret_cast<Stored*>(const_cast<char*>(data) + head * head_step + row * row_step);
+    }
+};
+
+constexpr int64_t kRowsAtOnce = 64;
+
+template <typename Stored>
+void subtract(const Rows& fresh, const Rows& old, int64_t heads, int64_t dim, int64_t count, const int64_t* place,
+              const int64_t* columns, const int64_t* into, float* out, const Turn& turn, int64_t threads) {
+    share((count + kRowsAtOnce - 1) / kRowsAtOnce, count * heads * dim * 4, threads, [&](int64_t unit) {
+        std::vector<float> difference(dim), spare(dim);
+        const int64_t stop = std::min(count, (unit + 1) * kRowsAtOnce);
+        for (int64_t i = unit * kRowsAtOnce; i < stop; ++i) {
+            for (int64_t head = 0; head < heads; ++head) {
+                const Stored *now = fresh.at<Stored>(head, place[i]), *before = old.at<Stored>(head, columns[i]);
+                for (int64_t d = 0; d < dim; ++d) {
+                    difference[d] = static_cast<float>(load(now[d])) - static_cast<float>(load(before[d]));
+                }
+                const float* turned = turn(difference.data(), spare.data(), dim, into[i]);
+                std::memcpy(out + (into[i] * heads + head) * dim, turned, dim * sizeof(float));
+            }
+        }
+    });
+}
+
+template <typename Stored>
+void add(const Rows& rows, int64_t heads, int64_t dim, int64_t count, const int64_t* columns, const int64_t* which,
+         const float* estimate, const Turn& turn, int64_t threads) {
+    share((count + kRowsAtOnce - 1) / kRowsAtOnce, count * heads * dim * 4, threads, [&](int64_t unit) {
+        std::vector<float> spare(dim);
+        const int64_t stop = std::min(count, (unit + 1) * kRowsAtOnce);
+        for (int64_t i = unit * kRowsAtOnce; i < stop; ++i) {
+            for (int64_t head = 0; head < heads; ++head) {
+                const float* turned = turn(estimate + (which[i] * heads + head) * dim, spare.data(), dim, which[i]);
+                Stored* row = rows.at<Stored>(head, columns[i]);
+                for (int64_t d = 0; d < dim; ++d) store(static_cast<float>(load(row[d])) + turned[d], row + d);
+            }
+        }
+    });
 }
 
 }  // namespace
@@ -148,20 +230,55 @@ extern "C" int64_t rows_copy(const void* source, int64_t source_layer, int64_t s
     const Job job{static_cast<const char*>(source), source_layer, source_head, static_cast<char*>(target),
                   target_layer, target_head, layers, heads, dim, kind, runs, from, to, length, turn, cos, sin, pairs,
                   start, interleaved};
-    const int64_t units = layers * heads, bytes = units * rows * dim * item_size(kind);
-    std::atomic<int64_t> next{0};
-    const auto work = [&job, &next, units] {
-        for (int64_t unit = next++; unit < units; unit = next++) copy_head(job, unit);
+    share(layers * heads, layers * heads * rows * dim * item_size(kind), threads,
+          [&job](int64_t unit) { copy_head(job, unit); });
+    return 0;
+}
+
+// out[into[i]] = fresh[place[i]] - old[columns[i]], turned by row into[i] of the tables, in fp32: `fresh` and `old` are
+// [heads, rows, dim] of one kind, `out` is [.., heads, dim]. Gives 0, or 1 and nothing is done.
+extern "C" int64_t rows_subtract(const void* fresh, int64_t fresh_head, int64_t fresh_row, const void* old,
+                                 int64_t old_head, int64_t old_row, int64_t heads, int64_t dim, int64_t kind,
+                                 int64_t count, const int64_t* place, const int64_t* columns, const int64_t* into,
+                                 float* out, const float* cos, const float* sin, int64_t pairs, int64_t start,
+                                 int64_t interleaved, int64_t threads) {
+    if (!can_turn(kind) || item_size(kind) == 0) return 1;
+    const Rows now{static_cast<const char*>(fresh), fresh_head, fresh_row};
+    const Rows before{static_cast<const char*>(old), old_head, old_row};
+    const Turn turn{cos, sin, pairs, start, interleaved};
+    const auto run = [&](auto stored) {
+        subtract<decltype(stored)>(now, before, heads, dim, count, place, columns, into, out, turn, threads);
     };
-    // threads of its own: a second OpenMP pool beside torch's would spin against it
-    std::vector<std::thread> helpers;
-    try {
-        for (int64_t helper = 1; helper < threads && helper < units && helper * kThreadBytes < bytes; ++helper) {
-            helpers.emplace_back(work);
-        }
-    } catch (const std::system_error&) {  // no more threads to be had: those there are do the work
+    switch (kind) {
+        case kFloat32: run(float{}); break;
+        case kFloat64: run(double{}); break;
+        case kBFloat16: run(BFloat16{}); break;
+#ifdef __FLT16_MAX__
+        case kFloat16: run(_Float16{}); break;
+#endif
     }
-    work();
-    for (std::thread& helper : helpers) helper.join();
+    return 0;
+}
+
+// rows[columns[i]] += estimate[which[i]], turned by row which[i] of the tables, in fp32: `rows` is [heads, rows, dim],
+// `estimate` [.., heads, dim]. Gives 0, or 1 and nothing is done.
+extern "C" int64_t rows_add(void* rows, int64_t head_step, int64_t row_step, int64_t heads, int64_t dim, int64_t kind,
+                            int64_t count, const int64_t* columns, const int64_t* which, const float* estimate,
+                            const float* cos, const float* sin, int64_t pairs, int64_t start, int64_t interleaved,
+                            int64_t threads) {
+    if (!can_turn(kind) || item_size(kind) == 0) return 1;
+    const Rows target{static_cast<const char*>(rows), head_step, row_step};
+    const Turn turn{cos, sin, pairs, start, interleaved};
+    const auto run = [&](auto stored) {
+        add<decltype(stored)>(target, heads, dim, count, columns, which, estimate, turn, threads);
+    };
+    switch (kind) {
+        case kFloat32: run(float{}); break;
+        case kFloat64: run(double{}); break;
+        case kBFloat16: run(BFloat16{}); break;
+#ifdef __FLT16_MAX__
+        case kFloat16: run(_Float16{}); break;
+#endif
+    }
     return 0;
 }
