@@ -318,9 +318,13 @@ class WindowIndex:
         segment, row = self._piece_rows[piece]
         offset = row + place - self._piece_starts[piece]
         seen = int(segment.positions[offset])
-        if segment not in same_start:
-            same_start[segment] = common_prefix(ids[:SAME_START_TOKENS], segment.context[:SAME_START_TOKENS])
-        left_match = _common_end(ids[max(0, start - LEFT_TOKENS) : start], segment.context[:seen])
+        context, left_match = segment.context, 0
+        if segment not in same_start:  # most often the first tokens differ: then arrays would cost more than they save
+            front = len(ids) and len(context) and ids[0] == context[0]
+            same_start[segment] = common_prefix(ids[:SAME_START_TOKENS], context[:SAME_START_TOKENS]) if front else 0
+        if start and seen and ids[start - 1] == context[seen - 1]:
+            left = context[max(0, seen - LEFT_TOKENS) : seen][::-1]
+            left_match = common_prefix(ids[max(0, start - LEFT_TOKENS) : start][::-1], left)
         if segment.is_mean:  # what was left of its first row differs from copy to copy
             left_match = min(left_match, offset + segment.copies.shared_left)
         return Run(start, stop, segment, offset, start - seen, segment.hops, left_match, seen, same_start[segment])
@@ -399,16 +403,6 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     end = min(len(a), len(b))
     differs = a[:end] != b[:end]
     return int(differs.argmax()) if differs.any() else end
-
-
-def _common_end(short: np.ndarray, long: np.ndarray) -> int:
-    """Number of equal last entries of a few tokens and others: most often none, so arrays would cost more."""
-    length = 0
-    for mine, other in zip(reversed(short.tolist()), reversed(long[-LEFT_TOKENS:].tolist()), strict=False):
-        if mine != other:
-            break
-        length += 1
-    return length
 
 
 def _checked(ids: np.ndarray, name: str) -> np.ndarray:

@@ -49,6 +49,28 @@ class Recipe:
         return addresses[starts[self.which[rows]] + self.offset[rows]]
 
 
+def joined(head: Recipe, served: Recipe, start: int) -> Recipe:
+    """The rows of `head`, then those of `served` from `start` on, as one recipe with each segment once."""
+    numbers: dict[Segment, int] = {}
+    for segment in (*head.segments, *served.segments):
+        numbers.setdefault(segment, len(numbers))
+    which = served.which.copy()
+    offset, shift = served.offset.copy(), served.shift.copy()
+    for recipe, rows in ((head, slice(0, start)), (served, slice(start, None))):
+        if recipe.segments:
+            renumber = np.array([numbers[segment] for segment in recipe.segments] + [-1], dtype=np.int32)
+            which[rows] = renumber[recipe.which[:start] if recipe is head else recipe.which[rows]]
+    offset[:start], shift[:start] = head.offset, head.shift
+    renumber = np.array([numbers[segment] for segment in served.segments], dtype=np.int32)
+    drifts = [correction.renumbered(lambda old: renumber[old]) for correction in served.drifts]
+    used = np.unique(np.concatenate([which[which >= 0], *(correction.which for correction in drifts)]))
+    segments = list(numbers)
+    compacted = np.full(len(segments) + 1, -1, dtype=np.int32)
+    compacted[used] = np.arange(len(used))
+    kept = tuple(correction.renumbered(lambda old: compacted[old]) for correction in drifts)
+    return Recipe([segments[number] for number in used.tolist()], compacted[which], offset, shift, kept)
+
+
 @dataclass(eq=False)
 class Sequence:
     """
@@ -90,7 +112,8 @@ class Shelf:
 
     def __init__(self, pool: BlockPool):
         self.pool = pool
-        self.windows = WindowIndex()
+        device = next(iter(pool.groups)).device  # where the model's rows lie, or the first of them
+        self.windows = WindowIndex(device=device)
         self.exact_prefixes = PrefixIndex()
         self.conversations = PrefixIndex()
         self.sequences: dict[Sequence, None] = {}
@@ -100,7 +123,7 @@ class Shelf:
         self.warm: dict[Segment, None] = {}  # segments whose rows are in the model's dtype
         self.rows = 0  # of all segments
         # apart from the windows of copies, of which there are as many of a text as its index allows
-        self.mean_windows = WindowIndex()
+        self.mean_windows = WindowIndex(device=device)
 
     # -- finding ------------------------------------------------------------------------------------------------
 
