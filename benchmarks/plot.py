@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from benchmarks import plot_fidelity
+from benchmarks import plot_fidelity, plot_speed
 from benchmarks.common import RESULTS, read_rows
 from benchmarks.drawing import BLUE, GREY, ORANGE, TARGET, Table, bars
 
@@ -163,6 +163,7 @@ DRAWINGS: dict[str, Callable[[Table], Figure | None]] = {
     "fidelity": plot_fidelity.draw_cells,
     "fidelity-bound": plot_fidelity.draw_bound,
     "fidelity-factors": plot_fidelity.draw_factors,
+    **plot_speed.DRAWINGS,
 }
 
 if __name__ == "__main__":
