@@ -350,15 +350,14 @@ class Request:
 
     def _reload(self, prompts: range) -> None:
         """Gather the moved rows of these prompts anew: what was written in their places is undone."""
-        frequencies = self.frequencies()
-        for number in range(prompts.start * self.batch.group, prompts.stop * self.batch.group):
-            row = self.rows[number // self.batch.group]
-            moved = np.flatnonzero(row.kinds == SHIFTED)
-            if len(moved):
-                source = row.served.addresses_of(moved), row.served.shift[moved]
-                copy_rows(
-                    self.view.shelf.pool, source[0], self.view.extent, number, row.pad + moved, source[1], frequencies
-                )
+        frequencies, extent = self.frequencies(), self.view.extent
+        with self.view.store.lock:  # stored rows move when they are packed
+            for number in range(prompts.start * self.batch.group, prompts.stop * self.batch.group):
+                row = self.rows[number // self.batch.group]
+                moved = np.flatnonzero(row.kinds == SHIFTED)
+                if len(moved):
+                    source = row.served.addresses_of(moved), row.served.shift[moved]
+                    copy_rows(self.view.shelf.pool, source[0], extent, number, row.pad + moved, source[1], frequencies)
 
     def _drop_plan(self) -> None:
         """Back to an empty view."""

@@ -20,8 +20,9 @@ class Layout:
         slab (`Slab`): The slab.
         kinds (`np.ndarray` of int8, `[rows]`): What each row is there for.
         explained (`np.ndarray` of int32, `[blocks]`): References that segments and kept extents account for.
-        fixed (`np.ndarray` of bool, `[blocks]`): Blocks that must stay where they are: running calls refer to them or
-            to a segment in them, or they belong to a kept extent, which goes on growing in place.
+        fixed (`np.ndarray` of bool, `[blocks]`): Blocks that must stay where they are: a running call's view lies over
+            them, or they belong to a kept extent, which goes on growing in place. Segments that a call was planned
+            with may move: it looks up where they are under the store's lock.
     """
 
     def __init__(self, slab: Slab):
@@ -76,7 +77,6 @@ class Survey:
         lengths = [len(segment) for segment in self.segments]
         self.owner = np.repeat(np.arange(len(lengths)), lengths)
         self.addresses = _joined([segment.addresses for segment in self.segments])
-        self._pinned = np.array([each.references > each.holders for each in self.segments], dtype=bool)
         self._kinds = np.array([_kind(segment) for segment in self.segments], dtype=np.int8)
         self.survey()
 
@@ -91,7 +91,6 @@ class Survey:
             layout.kinds[rows] = self._kinds[owner]
             blocks = np.unique(owner * len(layout.explained) + rows // size) % max(1, len(layout.explained))
             layout.explained += np.bincount(blocks, minlength=len(layout.explained)).astype(np.int32)
-            layout.fixed[rows[self._pinned[owner]] // size] = True
         for extent in self.extents:
             layout, rows = self.layouts[extent.slab.number], slice(extent.start, extent.start + extent.rows)
             kinds = layout.kinds[rows]

@@ -25,7 +25,7 @@ def compact_pool(pool: BlockPool, shelves: Collection[Shelf], max_rows: int | No
     Pack rows of blocks that are filled in part; without `max_rows`, also bring what is stored to the front of each
     slab, and empty slabs whose rows fit into others.
 
-    Rows that running calls may refer to stay, and so do kept extents.
+    Rows under a running call's view stay, and so do kept extents.
 
     Args:
         pool (`BlockPool`), shelves (sequence of `Shelf`): All shelves on that pool.
@@ -69,6 +69,17 @@ def make_range(pool: BlockPool, shelves: Collection[Shelf], rows: int) -> bool:
         if pool.budget.left // pool.row_bytes >= pool.round_up(rows):
             return True
     return False
+
+
+def empty_slabs(pool: BlockPool, shelves: Collection[Shelf]) -> int:
+    """Give back slabs whose rows fit into free blocks of others, where that leaves any; returns the bytes."""
+    taken = pool.budget.taken
+    warm = [slab for slab in pool.slabs.values() if slab.cold is None]
+    used = [int(np.count_nonzero(slab.references)) for slab in warm]
+    free = [len(slab.references) - count for slab, count in zip(warm, used, strict=True)]
+    if any(count <= sum(free) - own for count, own in zip(used, free, strict=True)):
+        _out_of_small_slabs(Survey(pool, shelves))
+    return taken - pool.budget.taken
 
 
 def _pack(survey: Survey, max_rows: int | None) -> int:
@@ -173,8 +184,8 @@ def _evacuate(survey: Survey, layout: Layout, blocks: np.ndarray) -> int:
 def _cheapest_window(survey: Survey, blocks: int) -> tuple[Layout, int] | None:
     """Where so many neighbouring blocks can be freed by moving the fewest rows."""
     best, cost = None, None
-    size = survey.pool.block_size
-    free = _free_rows(survey.pool, None)
+    pool, size = survey.pool, survey.pool.block_size
+    free = _free_rows(pool, None) + max(0, pool.budget.left) // pool.row_bytes // size * size
     for layout in survey.layouts.values():
         if layout.slab.cold is not None or len(layout.fixed) < blocks:
             continue

@@ -5,8 +5,8 @@ import torch
 
 from .cold import DTYPES, stored_dtype
 from .pool import BlockPool
-from .room import pack
-from .segments import DERIVED, EXACT
+from .room import members, pack
+from .segments import DERIVED, EXACT, Segment
 from .shelf import Sequence, Shelf
 
 
@@ -16,17 +16,27 @@ def cold_dtype(pool: BlockPool, name: str | None) -> torch.dtype | None:
     return None if all(stored_dtype(shape.dtype, cold) is shape.dtype for shape in pool.shapes) else cold
 
 
+def ready(shelf: Shelf) -> list[Segment]:
+    """
+    What may be converted: neither rows that a running call refers to, nor those that lie in a kept extent, nor the
+    exact ones of its conversation.
+    """
+    needed = {segment for sequence in shelf.kept for segment in _needed(sequence)}
+    return [each for each in shelf.warm if each not in needed and each.references == each.holders]
+
+
 def cool(shelf: Shelf, cold: torch.dtype) -> int:
     """
-    Convert what may be converted: rows that neither a kept extent's conversation nor a running call refers to, as many
-    as find room; the others stay as they are until the next call. Returns the number of segments.
+    Convert what is ready, as far as there is room; the others stay as they are until the next call.
+
+    Returns:
+        `int`: Segments that were converted.
     """
-    needed = {segment for sequence in shelf.kept for segment in sequence.recipe.segments}
-    ready = [each for each in shelf.warm if each not in needed and each.references == each.holders]
-    while ready and not pack(shelf.pool, ready, cold):
-        ready = ready[: len(ready) // 2]
+    segments = ready(shelf)
+    while segments and not pack(shelf.pool, segments, cold):
+        segments = segments[: len(segments) // 2]
     inexact = set()
-    for segment in ready:
+    for segment in segments:
         del shelf.warm[segment]
         if segment.state == EXACT:
             segment.state, segment.hops = DERIVED, max(1, segment.hops)
@@ -34,7 +44,7 @@ def cool(shelf: Shelf, cold: torch.dtype) -> int:
     if inexact:
         for sequence in [each for each in shelf.sequences if not inexact.isdisjoint(each.recipe.segments)]:
             shelf.set_exact(sequence, exact_rows(sequence))
-    return len(ready)
+    return len(segments)
 
 
 def exact_rows(sequence: Sequence) -> int:
@@ -42,3 +52,9 @@ def exact_rows(sequence: Sequence) -> int:
     recipe = sequence.recipe
     exact = np.array([segment.state == EXACT for segment in recipe.segments], dtype=bool)[recipe.which]
     return min(sequence.exact, len(exact) if exact.all() else int(exact.argmin()))
+
+
+def _needed(sequence: Sequence) -> list[Segment]:
+    recipe = sequence.recipe
+    exact = [recipe.segments[number] for number in np.unique(recipe.which[: sequence.exact]).tolist()]
+    return exact + members(sequence)

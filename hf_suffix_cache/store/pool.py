@@ -162,7 +162,7 @@ class BlockPool:
         self.block_size = block_size
         self.budget = budget
         self.poison = poison
-        self.generous = True  # whether a slab is larger than what it is made for
+        self.generous = True  # whether slabs are larger than what they are made for
         self.groups: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(self.shapes):
             self.groups.setdefault(shape, []).append(layer)
@@ -223,6 +223,7 @@ class BlockPool:
         rows = self.round_up(rows)
         blocks, behind = batch * rows // self.block_size, spare // self.block_size
         slab, start, stop = self._largest_range()
+        spare = spare if self.generous else 0
         for wanted in (batch * rows + spare, batch * rows):
             if stop - start < wanted // self.block_size:
                 try:

@@ -16,11 +16,13 @@ PACK_WASTE = 1.25  # blocks that an extent's own rows hold over those that they 
 EXTENT_SHARE = 1 / 8  # of the stored rows: the most that kept extents hold of rows that recipes give as well
 
 
-def make_room(pools: Collection[BlockPool], shelves: Collection[Shelf], wanting: BlockPool, rows: int) -> int | None:
+def make_room(
+    pools: Collection[BlockPool], shelves: Collection[Shelf], wanting: BlockPool, rows: int, evict: bool = True
+) -> int | None:
     """
     Take one step towards an extent of `rows` rows in the pool `wanting`, of those left the one that loses least: slabs
     that hold nothing, moving rows aside, the oldest kept extent (its rows can be gathered again), the oldest mean, the
-    least recently used sequence. What running calls refer to stays.
+    least recently used sequence (with `evict`). What running calls refer to stays.
 
     Returns:
         `int` or None: Sequences and means that were given up (0 or 1), or None if nothing is left to be given up.
@@ -47,7 +49,7 @@ def make_room(pools: Collection[BlockPool], shelves: Collection[Shelf], wanting:
         for sequence in shelf.sequences
         if not sequence.busy
     ]
-    if idle:
+    if idle and evict:
         _, shelf, sequence = min(idle, key=lambda entry: entry[0])
         shelf.remove(sequence)
         return 1

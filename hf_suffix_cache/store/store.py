@@ -13,14 +13,14 @@ import torch
 from ..config import PoolExhausted, SuffixCacheConfig
 from ..rope import RotarySpec
 from .accounting import KINDS, Survey
-from .compaction import CompactionResult, compact_pool
+from .compaction import CompactionResult, compact_pool, empty_slabs
 from .consensus import Computed, learn
-from .cooling import cold_dtype, cool
+from .cooling import cold_dtype, cool, ready
 from .gather import copy_rows
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .room import demote_old, make_room, moved_rows, pack
 from .segments import DERIVED, EXACT, Segment
-from .shelf import Recipe, Sequence, Shelf
+from .shelf import Recipe, Sequence, Shelf, joined
 
 GROWTH_ROWS = (
     512  # room that a kept conversation finds behind it for its next turn, or half its length if that is more
@@ -92,12 +92,14 @@ class Store:
         with self.lock:
             self._release_orphans()
             pool = shelf.pool
-            wanted = batch * pool.round_up(rows)
+            wanted, fits = batch * pool.round_up(rows), None
             while wanted * pool.row_bytes <= self.budget.max_bytes:
                 try:
                     return pool.allocate(rows, batch, spare=growth_room(rows) if batch == 1 else 0)
                 except PoolExhausted:
-                    if not self._make_room(pool, wanted):
+                    if fits is None:
+                        fits = wanted * pool.row_bytes <= self.budget.max_bytes - self._bytes_in_use()
+                    if not self._make_room(pool, wanted, fits):
                         break
             return pool.allocate_private(rows, batch)
 
@@ -273,16 +275,29 @@ class Store:
         """The shelves on a pool."""
         return [shelf for shelf in self.shelves.values() if shelf.pool is pool]
 
-    def _make_room(self, wanting: BlockPool, rows: int) -> bool:
-        """Give up what is worth least, or move rows aside, for an extent of so many rows; False if nothing is left."""
+    def _make_room(self, wanting: BlockPool, rows: int, evict: bool = True) -> bool:
+        """
+        Move rows aside for an extent of so many rows, or give up what is worth least, sequences only with `evict`;
+        False if nothing is left.
+        """
         if self._cool():
             return True
-        given_up = make_room(self.pools.values(), list(self.shelves.values()), wanting, rows)
+        given_up = make_room(self.pools.values(), list(self.shelves.values()), wanting, rows, evict)
         self.evictions += given_up or 0
         return given_up is not None
 
+    def _bytes_in_use(self) -> int:
+        """Bytes that running calls need: their views, and the segments that they were planned with."""
+        views = [Survey(pool, self._on(pool)).bytes_by_kind()["views"] for pool in self.pools.values()]
+        pinned = [
+            sum(len(each) for each in shelf.segments if each.references > each.holders) * shelf.pool.row_bytes
+            for shelf in self.shelves.values()
+        ]
+        return sum(views) + sum(pinned)
+
     def _tidy(self, pool: BlockPool) -> None:
-        """Give empty slabs back, and pack a bounded number of rows where much of what is used is waste."""
+        """Convert old rows, give empty slabs back, and pack a few rows where much of what is used is waste."""
+        self._cool()
         pool.trim(keep_largest=True)
         if self.config.compact_waste is None:
             return
@@ -346,7 +361,7 @@ class Store:
         stored, shared = next(iter(shelf.exact_prefixes.longest(draft.ids[: draft.exact])), (None, 0))
         rows = np.arange(len(draft.ids))
         own = (draft.served.which < 0) & (rows >= shared)
-        recipe = _join(stored.recipe.head(shared) if shared else Recipe.empty(), draft.served, shared)
+        recipe = joined(stored.recipe.head(shared) if shared else Recipe.empty(), draft.served, shared)
         known = len(recipe.segments)
         for state in (EXACT, DERIVED):
             positions = np.flatnonzero(own & ((rows < draft.exact) == (state == EXACT)))
@@ -403,16 +418,19 @@ class Store:
         pool.release(new)
 
     def _demote_old(self) -> None:
-        """Pack the rows of older conversations; keep them in a smaller dtype if the settings say so."""
+        """Keep the extents of the newest conversations; pack the rows of the others."""
         demote_old(list(self.shelves.values()), self.config.keep_conversations)
-        self._cool()
 
     def _cool(self) -> int:
-        """Convert rows to `store_dtype`; returns the number of segments."""
-        if self.config.store_dtype is None:
-            return 0
-        colds = {pool: cold_dtype(pool, self.config.store_dtype) for pool in self.pools.values()}
-        return sum(cool(shelf, colds[shelf.pool]) for shelf in self.shelves.values() if colds[shelf.pool] is not None)
+        """Convert rows to `store_dtype`, for which warm slabs are emptied; returns the number of segments."""
+        done = 0
+        for pool in self.pools.values() if self.config.store_dtype is not None else ():
+            cold, shelves = cold_dtype(pool, self.config.store_dtype), self._on(pool)
+            if cold is not None:
+                done += sum(cool(shelf, cold) for shelf in shelves)
+                if any(ready(shelf) for shelf in shelves) and empty_slabs(pool, shelves):
+                    done += sum(cool(shelf, cold) for shelf in shelves)
+        return done
 
 
 def growth_room(columns: int) -> int:
@@ -425,25 +443,3 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
-
-
-def _join(head: Recipe, served: Recipe, start: int) -> Recipe:
-    """The rows of `head`, then those of `served` from `start` on, as one recipe with each segment once."""
-    numbers: dict[Segment, int] = {}
-    for segment in (*head.segments, *served.segments):
-        numbers.setdefault(segment, len(numbers))
-    which = served.which.copy()
-    offset, shift = served.offset.copy(), served.shift.copy()
-    for recipe, rows in ((head, slice(0, start)), (served, slice(start, None))):
-        if recipe.segments:
-            renumber = np.array([numbers[segment] for segment in recipe.segments] + [-1], dtype=np.int32)
-            which[rows] = renumber[recipe.which[:start] if recipe is head else recipe.which[rows]]
-    offset[:start], shift[:start] = head.offset, head.shift
-    renumber = np.array([numbers[segment] for segment in served.segments], dtype=np.int32)
-    drifts = [correction.renumbered(lambda old: renumber[old]) for correction in served.drifts]
-    used = np.unique(np.concatenate([which[which >= 0], *(correction.which for correction in drifts)]))
-    segments = list(numbers)
-    compacted = np.full(len(segments) + 1, -1, dtype=np.int32)
-    compacted[used] = np.arange(len(used))
-    kept = tuple(correction.renumbered(lambda old: compacted[old]) for correction in drifts)
-    return Recipe([segments[number] for number in used.tolist()], compacted[which], offset, shift, kept)
