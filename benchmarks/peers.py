@@ -34,6 +34,7 @@ import numpy as np
 
 from benchmarks import speed_workloads
 from benchmarks.common import Journal, Options, Paired, Results, parse, wilson
+from benchmarks.speed_workloads import Request
 from scripts import smollm2
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -41,6 +42,12 @@ SCRIPTS = Path(__file__).parent / "peers"
 ROOT = Path(__file__).parent.parent
 ENVIRONMENTS = ROOT / ".cache" / "peers"
 RATIOS = {"first": "first token / own cold", "total": "total / own cold"}
+METRICS = dict.fromkeys(RATIOS.values(), "ratio") | {
+    "tokens reused share": "share",
+    "cold first token": "s",
+    "warm first token": "s",
+    "answers equal to own cold": "share",
+}
 WORKLOADS = {"rag": "rag8"} | {name: name for name in speed_workloads.WORKLOADS if name != "rag8"}
 WARM_UP_TOKENS = 300  # of the text that every peer runs before anything is measured
 
@@ -90,7 +97,7 @@ class PeerOptions(Options):
     for `peers.jsonl` in .cache.
     """
 
-    n: int = 10
+    n: int = 6
     peer: str = "all"
     workload: str = "all"
     tokens: int = 32
@@ -112,7 +119,7 @@ def main() -> None:
             try:
                 measure(name, workload, job, options, results)
             except PeerFailed as error:
-                results.add(f"{name} {workload}", RATIOS["first"], "", "ratio", 0, note=f"did not run: {error}")
+                write_failure(f"{name} {workload}", error, results)
 
 
 def chosen(kind: str, text: str, known: dict) -> list[str]:
@@ -128,24 +135,13 @@ def chosen(kind: str, text: str, known: dict) -> list[str]:
 
 
 def make_job(workload: str, options: PeerOptions) -> dict:
-    """
-    Prompts of a workload and the order in which they run: a warm-up of both ways, the requests that fill the cache,
-    then each measured prompt both ways, cold first in every second pair.
-    """
+    """Prompts of a workload, and what the scripts must know beside them (benchmarks/peers/protocol.py)."""
     tokenizer = smollm2.load()[1]
     n = -(-options.n // 2) if workload == "rag20" else options.n
     per_batch = -(-n // speed_workloads.BATCHES) if workload in ("rag", "rag20") else n
     found = speed_workloads.requests(tokenizer, WORKLOADS[workload], per_batch, options.seed)
     warm_up = speed_workloads.requests(tokenizer, "nothing", 1, options.seed + 1)[1].prompt[:WARM_UP_TOKENS]
-    prompts, runs = [warm_up], [{"prompt": 0, "reuse": reuse, "measured": False} for reuse in (False, True, True)]
-    pairs = 0
-    for request in found:
-        if pairs == n and not request.warm:
-            break
-        for reuse in (True,) if request.warm else ((True, False), (False, True))[pairs % 2]:
-            runs.append({"prompt": len(prompts), "reuse": reuse, "measured": not request.warm})
-        pairs += not request.warm
-        prompts.append(request.prompt)
+    prompts, runs = in_order(found, warm_up, n)
     longest = -(-(max(map(len, prompts)) + options.tokens) // 64) * 64
     return {
         "model": str(smollm2.converted()),
@@ -156,6 +152,23 @@ def make_job(workload: str, options: PeerOptions) -> dict:
         "prompts": prompts,
         "runs": runs,
     }
+
+
+def in_order(found: list[Request], warm_up: list[int], n: int) -> tuple[list[list[int]], list[dict]]:
+    """
+    Prompts, and the runs of them: a warm-up of both ways, then the requests in their order, those that fill a cache
+    once, `n` measured ones both ways, cold first in every second pair.
+    """
+    prompts, runs = [warm_up], [{"prompt": 0, "reuse": reuse, "measured": False} for reuse in (False, True, True)]
+    pairs = 0
+    for request in found:
+        if not request.warm and pairs == n:
+            break
+        ways = (True,) if request.warm else ((True, False), (False, True))[pairs % 2]
+        runs += [{"prompt": len(prompts), "reuse": reuse, "measured": not request.warm} for reuse in ways]
+        prompts.append(request.prompt)
+        pairs += not request.warm
+    return prompts, runs
 
 
 def measure(name: str, workload: str, job: dict, options: PeerOptions, results: Results) -> None:
@@ -228,6 +241,12 @@ def write(case: str, job: dict, lines: list[dict], versions: str, results: Resul
         results.add(case, f"{label} first token", np.median(seconds), "s", n, min(seconds), max(seconds), note)
     same = sum(one["answer"] == other["answer"] for one, other in zip(warm, cold, strict=True))
     results.add(case, "answers equal to own cold", same / n, "share", n, *wilson(same, n), note)
+
+
+def write_failure(case: str, error: PeerFailed, results: Results) -> None:
+    """Rows without a value, of all metrics, so that none of an earlier run stays."""
+    for metric, unit in METRICS.items():
+        results.add(case, metric, "", unit, 0, note=f"did not run: {error}")
 
 
 if __name__ == "__main__":
