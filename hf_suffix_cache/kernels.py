@@ -99,6 +99,7 @@ class HashTable:
             self._rehash(len(keys))
         nodes = self._new_nodes(len(keys))
         self._keys[nodes], self._values[nodes], self._alive[nodes] = keys, values, True
+        self._next[nodes] = self._prev[nodes] = -1
         self._place(_PAIRS, self._pair_home(keys, values), nodes)
         self._link(nodes)
 
@@ -150,12 +151,11 @@ class HashTable:
         nodes = int(capacity * self._load)
         self._heads = np.full(capacity, _EMPTY, dtype=np.int64)
         self._pair_slots = np.full(capacity, _EMPTY, dtype=np.int64)
+        # what belongs to a node is written when its number is given out: until then it takes no memory
         self._keys = np.zeros(nodes, dtype=np.uint64)
-        self._values = np.full(nodes, -1, dtype=np.int64)
-        self._next = np.full(nodes, -1, dtype=np.int64)
-        self._prev = np.full(nodes, -1, dtype=np.int64)
+        self._values, self._next, self._prev = (np.zeros(nodes, dtype=np.int64) for _ in range(3))
         self._alive = np.zeros(nodes, dtype=bool)
-        self._free = np.full(nodes, -1, dtype=np.int64)  # numbers of removed nodes
+        self._free = np.zeros(nodes, dtype=np.int64)  # numbers of removed nodes
         self._counts = np.zeros(3, dtype=np.int64)  # entries of `_free`, numbers ever given out, living nodes
         self._used = np.zeros(2, dtype=np.int64)  # slots that are not empty, of `_heads` and `_pair_slots`
 
@@ -165,14 +165,16 @@ class HashTable:
 
     def _rehash(self, extra: int) -> None:
         """Room for `extra` more pairs: a new table of the living nodes, at most half as full as it may get."""
-        live = np.flatnonzero(self._alive)
-        renumber = np.full(len(self._alive) + 1, -1, dtype=np.int64)  # the last entry keeps -1 at -1
-        renumber[live] = np.arange(len(live))
-        keys, values = self._keys[live], self._values[live]
-        following, previous = renumber[self._next[live]], renumber[self._prev[live]]
-        self._reset(capacity_for(len(live) + extra, self._load))
+        given = int(self._counts[_GIVEN])
+        live, links = slice(0, given), (self._next[:given], self._prev[:given])
+        if len(self) < given:
+            live = np.flatnonzero(self._alive)
+            renumber = np.full(given + 1, -1, dtype=np.int64)  # the last entry keeps -1 at -1
+            renumber[live] = np.arange(len(live))
+            links = [renumber[link[live]] for link in links]
+        keys, values, (following, previous), count = self._keys[live], self._values[live], links, len(self)
+        self._reset(capacity_for(count + extra, self._load))
         self.rebuilds += 1
-        count = len(live)
         self._counts[:] = 0, count, count
         self._keys[:count], self._values[:count], self._alive[:count] = keys, values, True
         self._next[:count], self._prev[:count] = following, previous

@@ -394,6 +394,24 @@ def test_remove_some_tokens_gone_rest_equals_fresh_index():
     assert as_tuples(index.find_runs(kept[0].ids))
 
 
+def test_compaction_of_many_segments_keeps_every_answer():
+    """One insertion of all windows gives the lists that one a segment gave."""
+    rng = np.random.default_rng(8)
+    texts = [rng.integers(0, 3, rng.integers(30, 60)) for _ in range(40)]
+    index, segments = WindowIndex(), []
+    for number, text in enumerate(texts):
+        keep = np.ones(len(text), dtype=bool)
+        keep[10 + number % 9] = False
+        segments.append(make_segment(text, np.flatnonzero(keep)))
+        index.add(segments[-1])
+    before = {tuple(ids): as_tuples(index.find_runs(ids, 0, 8)) for ids in texts}
+    assert sum(map(len, before.values())) > 200
+    used = index._used
+    index._compact()
+    assert index._used == used
+    assert {tuple(ids): as_tuples(index.find_runs(ids, 0, 8)) for ids in texts} == before
+
+
 def slow_prefix(a, b):
     length = 0
     while length < min(len(a), len(b)) and a[length] == b[length]:

@@ -169,10 +169,9 @@ def test_pairs_come_and_go_without_a_rebuild(compiled, kernels):
     assert used == table._used.tolist()  # what is counted is what is there
 
 
-def test_counted_slots_are_the_used_ones_on_a_device(kind):
-    if kind == "host":
-        pytest.skip("the test above")
-    table, rng = make(kind), np.random.default_rng(3)
+@pytest.mark.parametrize("device", DEVICES)
+def test_counted_slots_are_the_used_ones_on_a_device(device, kernels):
+    table, rng = make(device), np.random.default_rng(3)
     keys = rng.integers(0, 300, 3000, dtype=np.uint64)
     for step in range(20):
         values = np.arange(step * 3000, step * 3000 + 3000)

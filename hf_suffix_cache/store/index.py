@@ -116,7 +116,7 @@ class WindowIndex:
         self._places[segment] = (self._used, sum(stop - start + 1 for start, stop in pieces))
         for start, stop in pieces:
             self._append(segment, start, ids[start:stop])
-        self._table.insert(*self._windows(*self._places[segment]))
+        self._table.insert(*self._windows([self._places[segment]]))
         return True
 
     def remove(self, segment: Segment) -> None:
@@ -124,7 +124,7 @@ class WindowIndex:
         if segment not in self._places:
             return
         start, length = self._places[segment]
-        self._table.remove(*self._windows(start, length))
+        self._table.remove(*self._windows([(start, length)]))
         del self._places[segment]
         if not self._places:
             self._reset()
@@ -179,17 +179,23 @@ class WindowIndex:
         self._piece_rows.append((segment, row))
         self._used = stop + 1
 
-    def _windows(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes and places of a segment's windows, last first: repeated text is to be found at its beginning."""
-        first, last = bisect_left(self._piece_starts, start), bisect_left(self._piece_starts, start + length)
-        borders = [*self._piece_starts[first:last], start + length]
-        places = [
-            np.arange(piece, following - self.window, self.stride, dtype=np.int64)
-            for piece, following in zip(borders, borders[1:], strict=False)
-        ]
-        places = np.concatenate(places)[::-1]
-        hashes = self.hash_fn(self._tokens[start : start + length], self.window)
-        return hashes[places - start], places
+    def _windows(self, parts: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        """
+        Hashes and places of the windows of segments, given by start and length, oldest first. Each one's last window
+        comes first: repeated text is to be found at its beginning.
+        """
+        places = []
+        for start, length in parts:
+            first, last = bisect_left(self._piece_starts, start), bisect_left(self._piece_starts, start + length)
+            borders = [*self._piece_starts[first:last], start + length]
+            pieces = [
+                np.arange(piece, following - self.window, self.stride, dtype=np.int64)
+                for piece, following in zip(borders, borders[1:], strict=False)
+            ]
+            places += [piece[::-1] for piece in reversed(pieces)]
+        places, begin = np.concatenate(places), min(start for start, _ in parts)
+        hashes = self.hash_fn(self._tokens[begin : max(sum(part) for part in parts)], self.window)
+        return hashes[places - begin], places
 
     def _compact(self) -> None:
         """Close the holes that removed segments left. Order of age, and so every answer, stays."""
@@ -201,7 +207,7 @@ class WindowIndex:
             borders = [*starts[first:last], start + length]
             for piece, (begin, end) in enumerate(zip(borders, borders[1:], strict=False), first):
                 self._append(segment, rows[piece][1], old[begin : end - 1])
-            self._table.insert(*self._windows(*self._places[segment]))
+        self._table.insert(*self._windows(list(self._places.values())))
 
     def _present(self, ids: np.ndarray, pieces: list[tuple[int, int]]) -> bool:
         """Whether every stored window of these pieces is in the index `_MAX_COPIES` times, at whatever offset."""
