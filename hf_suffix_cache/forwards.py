@@ -171,11 +171,15 @@ class Forwards:
         Where the forward inside writes its rows: behind those before them, or scattered among them. A probe wants to
         see every key, which a layer with a window hands out to scattered rows only.
         """
+        known = {}
+        if self.capability.reads_attention and not explicit_masks:  # else rows may leave, and columns be others
+            known = {"columns": columns, "total": total, "pads": self.batch.pads}
         if columns[-1] - columns[0] + 1 == len(columns) and probe is None and not explicit_masks:
             self.view.set_length(int(columns[0]))
-            yield
+            with open_pass(model, **known):
+                yield
         else:
-            with open_pass(model, probe, explicit_masks), self.view.scatter(columns, total):
+            with open_pass(model, probe, explicit_masks, **known), self.view.scatter(columns, total):
                 yield
 
     def _arguments(self, kwargs: dict, columns: np.ndarray, total: int, last: bool) -> dict:
