@@ -7,9 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_suffix_cache.config import SuffixCacheConfig
 from hf_suffix_cache.planning import Plan, PlanSpan, Prefix, Span, plan_prompt
+from hf_suffix_cache.prompt import SHIFTED, PlannedRow
 from hf_suffix_cache.store.index import Run, WindowIndex
 from hf_suffix_cache.store.segments import ALONE_TOKENS, Copies, Segment
+from hf_suffix_cache.store.shelf import Match
+from test_index import random_case
 
 SETTINGS = {"tail_tokens": 32, "keep_last": 1, "min_match": 16, "seam_tokens": 4, "fidelity": "balanced"}
 
@@ -321,3 +325,34 @@ def test_plan_span_plain_drops_the_run():
     plain = span.plain()
     assert type(plain) is Span and not hasattr(plain, "run")
     assert (plain.start, plain.stop, plain.kind, plain.shift, plain.segment) == (10, 60, "shifted", 7, span.segment)
+
+
+@pytest.mark.parametrize("seam_tokens", [0, 1, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_planned_row_of_runs_equals_a_loop_over_spans(seed, seam_tokens):
+    """Source, shift and seam of every row, set at once, are those that one span after the other gives."""
+    segments, ids = random_case(np.random.default_rng(seed), 3, num_segments=9, length=260)
+    index = WindowIndex()
+    for segment in segments:
+        index.add(segment)
+    config = SuffixCacheConfig(tail_tokens=8, min_match_tokens=8, seam_tokens=seam_tokens)
+    row = PlannedRow.make(ids, 0, Match(0, None, 0, None), lambda first: index.find_runs(ids, first, 8), 1, config)
+    assert len(row.plan.shifted) > 2 and len(row.segments()) > 1
+    start_of_run, hops = 0, 0
+    expected = {"which": -1, "offset": 0, "shift": 0, "run_start": 0, "seams": False}
+    expected = {name: [value] * len(ids) for name, value in expected.items()}
+    numbers = {}
+    for span in row.plan.shifted:
+        number = numbers.setdefault(span.segment, len(numbers))
+        start_of_run = span.start if span.seam else start_of_run
+        hops = max(hops, span.hops + 1)
+        for position in range(span.start, span.stop):
+            expected["which"][position] = number
+            expected["offset"][position] = span.offset + position - span.start
+            expected["shift"][position] = span.shift
+            expected["run_start"][position] = start_of_run
+            expected["seams"][position] = span.seam and position < span.start + seam_tokens
+    for name, values in expected.items():
+        assert getattr(row.served if hasattr(row.served, name) else row, name).tolist() == values, name
+    assert [segment.segment_id for segment in row.segments()] == list(numbers)
+    assert row.hops == hops and [kind == SHIFTED for kind in row.kinds] == [x >= 0 for x in expected["which"]]
