@@ -1,5 +1,6 @@
 """What a forward was asked to run, understood or refused."""
 
+import functools
 import inspect
 from dataclasses import dataclass
 
@@ -54,6 +55,11 @@ class PromptBatch:
     def columns(self) -> int:
         """Columns of the first forward."""
         return self.ids.shape[1]
+
+    @functools.cached_property
+    def padded(self) -> bool:
+        """Whether any row has padding: asked for every token."""
+        return bool(self.pads.any())
 
 
 def read_inputs(
