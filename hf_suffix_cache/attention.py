@@ -3,7 +3,8 @@ The attention function that the package registers with transformers, and its mas
 
 A model is switched to it only while a forward of ours runs, by count under a lock. Threads that have no such forward
 open get the model's own attention and mask. A probe reads how much the last queries attend to each position. Where the
-model's own is sdpa and it is known to be faster, grouped heads are attended to without copies (`grouped.py`).
+model's own is sdpa and it is known to be faster, grouped heads are attended to without copies (`grouped.py`). Where it
+is flash-attn, scattered rows and padded batches go through that in a way that it understands (`flash.py`).
 """
 
 import sys
@@ -18,10 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .flash import flash_available, flash_decode, flash_scattered
 from .grouped import Bounds, grouped_attention, visible_bounds
 
 NAME = "suffix_cache"
 MODEL_BUILDS_MASKS = ("sdpa", "eager")  # implementations whose masks follow a query offset per row
+FLASH = "flash_attention_2"
+FLASH_DECODE_QUERIES = 16  # most new tokens of a forward, drafts included, that flash-attn is called for by ourselves
 
 # arguments of a layer that say nothing about its arithmetic, or what the mask says already
 HARMLESS = {"dropout", "scaling", "is_causal", "sliding_window", "position_ids", "use_cache", "cache_position"}
@@ -140,8 +144,9 @@ def open_pass(
     whose attention goes through transformers' interface (`Capability.reads_attention`) may be given columns.
     """
     own = own_implementation(model)
+    in_place = own not in MODEL_BUILDS_MASKS and columns is not None and columns[-1] - columns[0] + 1 == len(columns)
     grouped = columns is not None and own != "eager" and not is_compiled_anywhere(model)
-    if probe is None and not explicit_masks and not grouped and own in MODEL_BUILDS_MASKS:
+    if probe is None and not explicit_masks and (in_place or (not grouped and own in MODEL_BUILDS_MASKS)):
         yield
         return
     outer = getattr(_thread, "current", None)
@@ -154,17 +159,26 @@ def open_pass(
         _thread.current = outer
 
 
-def begin_forward(configs: list) -> None:
+def begin_forward(configs: list, queries: int = 0, pads: np.ndarray | None = None, total: int | None = None) -> None:
     """
     Until `end_forward`, this thread's forward attends to grouped heads in our own way. `configs` are those that
     `groupable_configs` gave. Nothing happens inside of an open pass.
+
+    With `pads` `[batch]`, the columns at the front of each row that hold no token, a model that is set to flash-attn
+    decodes its `queries` new tokens, of `total` columns, in our way: stock copies all keys to leave the pads out.
     """
     current = getattr(_thread, "current", None)
     if current is not None and current is getattr(_thread, "forward", None):
         end_forward()  # of a forward that an interrupt ended without its hooks
         current = None
-    if configs and current is None and _own(configs[0]) == "sdpa":
+    if not configs or current is not None:
+        return
+    own = _own(configs[0])
+    if own == "sdpa":
         _thread.forward = Pass(grouped=True, configs=configs)
+        _begin(_thread.forward)
+    elif own == FLASH and pads is not None and queries <= FLASH_DECODE_QUERIES and flash_available():
+        _thread.forward = Pass(pads=pads, total=total, configs=configs)
         _begin(_thread.forward)
 
 
@@ -207,11 +221,12 @@ def register() -> None:
 def attention_forward(module, query, key, value, attention_mask, **kwargs):
     """The model's own attention; in a thread with an open pass sdpa or eager, or grouped heads, read by the probe."""
     current = getattr(_thread, "current", None)
-    own = _own(module.config)
+    own, output = _own(module.config), None
+    if current is not None and own == FLASH:
+        output = _by_flash(current, query, key, value, kwargs)
     if current is not None and own not in MODEL_BUILDS_MASKS:
         own = "sdpa"
-    output = None
-    if current is not None and current.grouped and own == "sdpa" and _is_plain(kwargs):
+    if output is None and current is not None and current.grouped and own == "sdpa" and _is_plain(kwargs):
         output = grouped_attention(query, key, value, attention_mask, kwargs.get("scaling"), current.bounds)
     if output is None:
         output = _implementation(own, module)(module, query, key, value, attention_mask, **kwargs)
@@ -220,6 +235,21 @@ def attention_forward(module, query, key, value, attention_mask, **kwargs):
     if current is not None and current.probe is not None:
         current.probe.read(module, query, key, attention_mask, kwargs.get("scaling"), kwargs.get("softcap"))
     return output
+
+
+def _by_flash(current: Pass, query, key, value, kwargs: dict) -> torch.Tensor | None:
+    """A layer of a model that is set to flash-attn; None where that has no answer: then sdpa serves."""
+    pads = current.pads
+    if current.explicit_masks or current.total is None or not _is_plain({**kwargs, "softcap": None}):
+        return None
+    if pads is not None and len(pads) != query.shape[0]:
+        return None
+    options = kwargs.get("scaling"), kwargs.get("sliding_window"), kwargs.get("softcap"), pads
+    if current.columns is None:
+        return flash_decode(query, key, value, *options, current.total)
+    if len(current.columns) != query.shape[2] or current.total != key.shape[2]:
+        return None
+    return flash_scattered(query, key, value, current.columns, *options)
 
 
 def mask_function(*args, **kwargs):

@@ -246,11 +246,20 @@ def _before_forward(model, args: tuple, kwargs: dict):
         if request.state == "waiting":
             kwargs = request.prefill(model, kwargs)
         if request.capability.reads_attention:
-            begin_forward(_hooked[model][2])
+            begin_forward(_hooked[model][2], **_padding(request, kwargs))
     except BaseException:
         request.pause()
         raise
     return args, kwargs
+
+
+def _padding(request, kwargs: dict) -> dict:
+    """Arguments of `begin_forward` for a batch with pads, whose rows are still those of the prompts."""
+    batch, ids = request.batch, kwargs.get("input_ids")
+    if ids is None or batch is None or request.view.altered or len(batch.pads) != len(ids) or not batch.pads.any():
+        return {}
+    queries = ids.shape[1]
+    return {"queries": queries, "pads": batch.pads, "total": request.view.get_seq_length() + queries}
 
 
 @torch.compiler.disable

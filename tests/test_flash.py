@@ -10,11 +10,16 @@ import types
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flash_shim
 from hf_suffix_cache import flash
+from hf_suffix_cache.attention import attention_configs
 from hf_suffix_cache.flash import Library, flash_available, flash_decode, flash_scattered
 from hf_suffix_cache.masks import causal_by_position
+from hf_suffix_cache.repair import Deviation
+from reference import ask, max_difference, same_answer, stored
+from tiny_models import A, B, C, head, make_model, question
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 SHIM = Library(
@@ -380,3 +385,161 @@ def test_library_is_found_if_it_knows_what_is_needed(installed, caplog):
     installed({"flash_attn_varlen_func": old, "flash_attn_with_kvcache": flash_shim.flash_attn_with_kvcache})
     assert flash.library() is None
     assert "2.6 or newer" in caplog.text and "block_table" in caplog.text
+
+
+# -- whole requests of a model that is set to flash-attn --------------------------------------------------------------
+
+
+class Stock:
+    """
+    Transformers' own flash attention, as far as it goes: it knows no other place for queries than the end of the keys,
+    and would take scattered positions for packed sequences. With left pads it copies all keys.
+    """
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
+        positions = kwargs.get("position_ids")
+        if query.shape[2] > 1 and positions is not None:
+            assert (positions.diff() <= 1).all(), "scattered positions"
+        self.calls.append(query.shape[2])
+        pads = None
+        if attention_mask is not None:
+            assert attention_mask.dim() == 2, "flash attention takes no 4-D mask"
+            pads = key.shape[2] - attention_mask.sum(-1).int()
+        return SHIM.with_kvcache(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            cache_seqlens=key.shape[2],
+            cache_leftpad=pads,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=(-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+        ), None
+
+
+@pytest.fixture
+def on_flash(shim, monkeypatch):
+    """`on_flash(model)`: the model as if it had been loaded with flash_attention_2; gives what stands in for stock."""
+    stock, switched = Stock(), []
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", stock)
+
+    def use(model):
+        for config in attention_configs(model):
+            switched.append((config, config._attn_implementation_internal))
+            config._attn_implementation_internal = "flash_attention_2"
+        return stock
+
+    yield use
+    for config, before in switched:
+        config._attn_implementation_internal = before
+
+
+@pytest.fixture
+def calls(shim):
+    """How often each function of the stand-in was called by `flash.py`."""
+    counts = {"varlen": 0, "with_kvcache": 0}
+
+    def counted(name):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return getattr(SHIM, name)(*args, **kwargs)
+
+        return call
+
+    shim(**{name: counted(name) for name in counts})
+    return counts
+
+
+@pytest.fixture
+def without_sdpa(monkeypatch):
+    """Transformers' sdpa must not be called."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("sdpa was called")
+
+    return lambda: monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", refuse)
+
+
+STORED = head(0) + A + B + C + question(0)
+MOVED = head(1, 13) + C + A + B + question(1)
+
+
+def make_flash_model(kind: str):
+    return make_model(kind, **({"head_dim": 16} if kind in ("gemma3_text", "qwen3") else {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma3_text"])
+def test_moved_text_runs_through_flash(on_flash, calls, without_sdpa, kind):
+    model = make_flash_model(kind)
+    want = ask(model, MOVED, stored(model, STORED))
+    stock = on_flash(model)
+    cache = stored(model, STORED)
+    calls["varlen"] = 0
+    stock.calls.clear()
+    without_sdpa()
+    got = ask(model, MOVED, cache)
+    assert got.report.shifted_tokens and got.report.repaired_tokens, got.report.reason
+    same_answer(got, want)  # as under sdpa
+    assert calls["varlen"] > 0 and calls["varlen"] % model.config.num_hidden_layers == 0
+    assert set(stock.calls) == {1}  # decoding without pads is stock's: it copies nothing
+
+
+def test_control_moved_text_under_another_alignment(on_flash, calls, monkeypatch):
+    model = make_flash_model("llama")
+    want = ask(model, MOVED, stored(model, STORED))
+    on_flash(model)
+    cache = stored(model, STORED)
+    monkeypatch.setattr(flash_shim, "visible", upper_left)
+    got = ask(model, MOVED, cache)
+    assert calls["varlen"] and max_difference(got.scores[:1], want.scores[:1]) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3_text"])
+def test_padded_batch_decodes_through_flash(on_flash, calls, without_sdpa, kind):
+    """Stock copies all keys at every token to leave the pads out."""
+    model = make_flash_model(kind)
+    rows = [MOVED, MOVED[:40], STORED[:97]]
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    options = dict(attention_mask=(ids != 0).long(), pad_token_id=0)
+    want = ask(model, ids, **options)
+    stock = on_flash(model)
+    cache = stored(model, question(3), fidelity="exact")  # measures the model, which runs padded rows too
+    for _ in range(2):
+        calls["with_kvcache"] = 0
+        stock.calls.clear()
+        same_answer(ask(model, ids, cache, **options), want)
+        layers = model.config.num_hidden_layers
+        assert calls["with_kvcache"] >= 5 * layers  # every token after the first
+        assert 1 not in stock.calls  # the prompt alone
+        without_sdpa()
+    assert cache.last_report.exact_tokens > 0
+
+
+def test_without_the_library_passes_run_as_sdpa(on_flash, monkeypatch):
+    model = make_flash_model("llama")
+    want = ask(model, MOVED, stored(model, STORED))
+    on_flash(model)
+    monkeypatch.setattr(flash, "library", lambda: None)
+    same_answer(ask(model, MOVED, stored(model, STORED)), want)
+
+
+@pytest.mark.parametrize("policy", [None, Deviation()])
+def test_layers_that_flash_cannot_do_run_as_sdpa(on_flash, calls, monkeypatch, policy):
+    """A view at the end of its slab has no room for the last layer's last page."""
+    model = make_flash_model("llama")
+    options = {} if policy is None else {"repair": policy}
+    want = ask(model, MOVED, stored(model, STORED, **options))
+    on_flash(model)
+    pages, refused = flash._pages, []
+
+    def no_page(tensor, last_page):
+        refused.append(1)
+        return None if len(refused) % 3 == 0 else pages(tensor, last_page)
+
+    monkeypatch.setattr(flash, "_pages", no_page)
+    same_answer(ask(model, MOVED, stored(model, STORED, **options)), want)
+    assert (calls["varlen"] and refused) or policy is not None
