@@ -282,13 +282,18 @@ def _declared(name: str, device: str) -> ctypes.CDLL | None:
     """The library with its functions' types set."""
     compiled = library(name, device)
     if compiled is not None and not hasattr(compiled, "declared"):
-        for function, (result, arguments) in _SIGNATURES.items():
-            if device == "cpu" or function not in _HOST_ONLY:
-                one = getattr(compiled, function)
-                one.restype = _TYPES[result]
-                one.argtypes = [_TYPES[letter] for letter in arguments]
-        compiled.declared = True
+        declare(compiled)
     return compiled
+
+
+def declare(compiled: ctypes.CDLL) -> None:
+    """Set the types of what a library of csrc/lookup.cuh has; a GPU's lacks what works on the host's memory only."""
+    for function, (result, arguments) in _SIGNATURES.items():
+        if hasattr(compiled, function):
+            one = getattr(compiled, function)
+            one.restype = _TYPES[result]
+            one.argtypes = [_TYPES[letter] for letter in arguments]
+    compiled.declared = True
 
 
 _TYPES = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "-": None}  # pointer, size, error, nothing

@@ -194,6 +194,54 @@ def test_million_random_keys_equal_the_reference(device, kernels):
     check_same(table, reference, np.arange(count, dtype=np.uint64), (8,))
 
 
+THREADS = """
+#define LOOKUP_THREADS
+#include "lookup.cuh"
+#include <thread>
+#include <vector>
+namespace lookup {
+template <class Step>
+int run(const Step& step, int64_t n, void*) {
+    std::vector<std::thread> threads;
+    for (int64_t first = 0; first < 6; first++)
+        threads.emplace_back([=] { for (int64_t i = first; i < n; i += 6) step(i); });
+    for (auto& thread : threads) thread.join();
+    return 0;
+}
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def threaded(kernels, tmp_path_factory):
+    """The steps of a GPU, entry beside entry, in threads: they must get along without any order."""
+    folder = tmp_path_factory.mktemp("threads")
+    (folder / "threads.cpp").write_text(THREADS)
+    command = ["c++", "-O2", "-std=c++17", "-pthread", "-fPIC", "-shared", f"-I{building.SOURCES}"]
+    subprocess.run([*command, "-o", folder / "threads.so", folder / "threads.cpp"], check=True)
+    compiled = ctypes.CDLL(str(folder / "threads.so"))
+    lookup.declare(compiled)
+    return compiled
+
+
+@pytest.mark.parametrize("name", ["random", "constant", "mod 7", "one slot", "zeros and ones"])
+def test_steps_side_by_side_equal_the_reference(name, threaded):
+    rng = np.random.default_rng(5)
+    count = 300 if name == "one slot" else 3000
+    make_keys = ADVERSARIAL.get(name, lambda count: rng.integers(0, count, count, dtype=np.uint64))
+    table, reference = DeviceTable("cpu"), HashTable()
+    table._compiled = threaded
+    for step in range(12):
+        keys, values = make_keys(count), rng.permutation(count) + step * 7
+        gone = rng.permutation(count)[: count * 9 // 10]
+        for one in (table, reference):
+            one.insert(keys, values)
+            one.remove(keys[gone], values[gone])
+        check_same(table, reference, np.unique(keys), (3, 50))
+        used = [int((slots != -1).sum()) for slots in (table._heads, table._pair_slots)]
+        assert used == table._used.tolist()
+
+
 def test_negative_control_a_swapped_link_is_noticed(kernels):
     """The comparison above would tell a wrong order of values."""
     table, reference = CompiledTable(), HashTable()

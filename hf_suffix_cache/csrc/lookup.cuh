@@ -59,6 +59,9 @@ LOOKUP_FN int64_t exchange(int64_t* place, int64_t expected, int64_t wanted) {
     return static_cast<int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(place),
                                           static_cast<unsigned long long>(expected),
                                           static_cast<unsigned long long>(wanted)));
+#elif defined(LOOKUP_THREADS)  // tests run the steps of a GPU in threads of the CPU
+    __atomic_compare_exchange_n(place, &expected, wanted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return expected;
 #else
     const int64_t found = *place;
     if (found == expected) *place = wanted;
@@ -69,6 +72,8 @@ LOOKUP_FN int64_t exchange(int64_t* place, int64_t expected, int64_t wanted) {
 LOOKUP_FN void count(int64_t* counter, int64_t by) {
 #ifdef __CUDA_ARCH__
     atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(by));
+#elif defined(LOOKUP_THREADS)
+    __atomic_fetch_add(counter, by, __ATOMIC_SEQ_CST);
 #else
     *counter += by;
 #endif
