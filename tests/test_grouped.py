@@ -15,7 +15,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 def oracle(query, key, value, mask, scaling=None) -> torch.Tensor:
     """Softmax by the book, head by head, in fp64. Queries that see nothing are NaN."""
     batch, heads, queries, dim = query.shape
-    keys, groups = key.shape[2], heads // key.shape[1]
+    groups = heads // key.shape[1]
     output = torch.zeros(batch, queries, heads, dim, dtype=torch.float64)
     for row in range(batch):
         for head in range(heads):
