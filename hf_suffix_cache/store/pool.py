@@ -18,6 +18,7 @@ import torch
 from ..config import PoolExhausted
 from ..rope import RotarySpec
 from .cold import cold_bytes, is_scaled, stored_dtype
+from .paging import prefer_large_pages
 
 SLAB_BITS = 32  # an address is slab number << 32 | row
 SLAB_BYTES = 256 << 20  # a slab is not larger than this, or than twice what is asked for
@@ -86,6 +87,8 @@ class Slab:
             with torch.inference_mode(False):
                 self.keys[shape] = torch.empty(*size, shape.key_dim, **kept)
                 self.values[shape] = torch.empty(*size, shape.value_dim, **kept)
+                for tensor in (self.keys[shape], self.values[shape]):
+                    prefer_large_pages(tensor)
                 if is_scaled(shape.dtype, cold):
                     for scales in (self.key_scales, self.value_scales):
                         scales[shape] = torch.ones(size, dtype=torch.float32, device=shape.device)
