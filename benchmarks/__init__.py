@@ -14,5 +14,6 @@ first, shows progress, and puts its rows into `benchmarks/results/<benchmark>.cs
 | `flips` | do exact hits change what is generated, in fp32 and in bf16, and how often does stock itself |
 | `identity` | what does a look at the model's identity cost a call |
 | `first_use` | what does measuring a model cost at its first use |
+| `gpu_check` | does all that is made for GPUs give the right answers on one, how fast (`scripts/gpu_check.sh`) |
 | `oracles` | the figures of the oracles O1 to O7 and O9 (DESIGN.md, section 4) |
 """

@@ -211,14 +211,14 @@ def add_ratio(part: Part, results, case: str, metric: str, times: Paired) -> Non
 
 
 def peak_memory(part: Part, results, model, cache: SuffixCache, ids: list[int]) -> None:
-    """Peak of a hit beyond what is allocated before it, which the store's memory is part of, and stock's peak."""
+    """Peak of a hit beyond the store's memory, and of stock, each above what is allocated before."""
 
     def peak(store) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated() - cache.stats.bytes_total
         ask(model, ids, 16, store)
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - before - cache.stats.bytes_total
 
     ours, stock = peak(cache), peak(None)
     results.add("exact hit", "peak memory / DynamicCache", ours / stock, "", 1, note=f"{ours} and {stock} bytes")

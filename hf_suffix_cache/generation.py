@@ -256,7 +256,7 @@ def _before_forward(model, args: tuple, kwargs: dict):
 def _padding(request, kwargs: dict) -> dict:
     """Arguments of `begin_forward` for a batch with pads, whose rows are still those of the prompts."""
     batch, ids = request.batch, kwargs.get("input_ids")
-    if ids is None or batch is None or request.view.altered or len(batch.pads) != len(ids) or not batch.pads.any():
+    if ids is None or batch is None or not batch.padded or request.view.altered or len(batch.pads) != len(ids):
         return {}
     queries = ids.shape[1]
     return {"queries": queries, "pads": batch.pads, "total": request.view.get_seq_length() + queries}

@@ -7,9 +7,11 @@ stand-in of CUDA's runtime (`cuda_shim/`). Tests marked `gpu` need a card; `scri
 
 import ctypes
 import itertools
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -198,6 +200,16 @@ def test_check_says_what_is_missing(tmp_path, monkeypatch, capsys):
         gpu_check.main(["--device", "cpu", "--threads", "1"])
     with pytest.raises(ValueError, match="`parts` must be of"):
         gpu_check.main(["--device", "cpu", "--threads", "1", "--parts", "rows,nothing"])
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA: the script would run")
+def test_script_says_what_is_missing():
+    script = building.SOURCES.parent.parent / "scripts" / "gpu_check.sh"
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    if done.returncode == 0:
+        pytest.skip("another Python here has a torch with CUDA")
+    assert done.returncode == 2 and "no Python whose torch is built for CUDA" in done.stderr
 
 
 # -- on a card --------------------------------------------------------------------------------------------------------
