@@ -1,16 +1,16 @@
 """The driver of the peers' benchmark, with a stand-in for a peer, and the recipe of copied prefixes that it runs."""
 
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import peers
 from benchmarks.common import Results, read_rows
 from benchmarks.peers import METRICS, Peer, PeerFailed, PeerOptions, in_order, run, write
 from benchmarks.speed_workloads import Request
-from tiny_models import make_model
+from tiny_models import make_model, text
 
 STAND_IN = """
 import os, sys
@@ -114,22 +114,38 @@ def test_write_ratio_is_of_medians_and_a_failure_replaces_every_row(tmp_path):
     assert {row["note"] for row in rows} == {"did not run: broke"}
 
 
-@pytest.mark.parametrize("variant", ["DynamicCache", "StaticCache"])
-def test_copied_prefix_answers_like_a_cold_run(variant, monkeypatch):
+@pytest.fixture
+def prefix_copy(monkeypatch):
     monkeypatch.syspath_prepend(str(peers.SCRIPTS))
-    import prefix_copy
+    module = importlib.import_module("prefix_copy")
+    monkeypatch.setattr(module, "LEAST_PREFIX", 8)
+    return module
 
-    monkeypatch.setattr(prefix_copy, "LEAST_PREFIX", 8)
-    model = make_model("llama")
-    copies = prefix_copy.PrefixCopies(model, {"variant": variant, "longest": 64, "new_tokens": 4})
-    ids = torch.randint(1, model.config.vocab_size, (60,), generator=torch.Generator().manual_seed(0)).tolist()
-    requests = [(ids[:20], 0), (ids[:20] + ids[30:34], 20), (ids[:12] + ids[40:50], 12), (ids[:4] + ids[50:], 0)]
-    for prompt, shared in requests:
+
+def overlapping() -> list[tuple[list[int], int]]:
+    """Prompts, and how many tokens of each an earlier one begins with."""
+    ids = text(60, seed=0)
+    return [(ids[:20], 0), (ids[:20] + ids[30:34], 20), (ids[:12] + ids[40:50], 12), (ids[:4] + ids[50:], 0)]
+
+
+@pytest.mark.parametrize("variant", ["DynamicCache", "StaticCache"])
+def test_copied_prefix_answers_like_a_cold_run(variant, prefix_copy):
+    copies = prefix_copy.PrefixCopies(make_model("llama"), {"variant": variant, "longest": 64, "new_tokens": 4})
+    for prompt, shared in overlapping():
         cold, warm = copies(prompt, reuse=False), copies(prompt, reuse=True)
         assert warm["cached"] == shared
         assert warm["answer"] == cold["answer"]
-    assert [len(tokens) for tokens, _ in copies.held] == [len(prompt) + 3 for prompt, _ in requests]
-    assert [cache.get_seq_length() for _, cache in copies.held] == [len(prompt) + 3 for prompt, _ in requests]
+    lengths = [len(prompt) + 3 for prompt, _ in overlapping()]
+    assert [len(tokens) for tokens, _ in copies.held] == lengths
+    assert [cache.get_seq_length() for _, cache in copies.held] == lengths
+
+
+def test_copied_prefix_of_another_text_would_be_seen(prefix_copy, monkeypatch):
+    monkeypatch.setattr(prefix_copy, "common", lambda first, second: min(len(first), len(second), 12))
+    copies = prefix_copy.PrefixCopies(make_model("llama"), {"variant": "DynamicCache", "longest": 64, "new_tokens": 4})
+    prompts = [text(20, seed=1), text(20, seed=2)]
+    copies(prompts[0], reuse=True)
+    assert copies(prompts[1], reuse=True)["answer"] != copies(prompts[1], reuse=False)["answer"]
 
 
 def test_every_peer_has_a_script_and_the_scripts_import_no_engine_by_their_own_name():

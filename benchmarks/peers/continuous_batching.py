@@ -32,7 +32,7 @@ def make(job: dict):
             name = engine.add_request(ids, streaming=True, max_new_tokens=job["new_tokens"], eos_token_id=-1)
             count = 0
             while count < job["new_tokens"]:
-                result = engine.get_result(name, timeout=60)
+                result = engine.get_result(name, timeout=300)
                 if result is None or result.error:
                     raise RuntimeError(f"the manager gave {result and result.error} after {count} tokens.")
                 yield from result.generated_tokens[count:]
