@@ -141,7 +141,8 @@ def draw_growth(table: Table) -> Figure | None:
             )
             axes[1].text(x, value, f"{value:.2f}", ha="center", va="bottom", fontsize=6)
     if tables:
-        axes[1].set_xticks(np.arange(3) + 0.3, [case.split(", ")[1] for case in _decoded(tables[0][1])], fontsize=8)
+        contexts = [case.split(", ")[1] for case in _decoded(tables[0][1])]
+        axes[1].set_xticks(np.arange(len(contexts)) + 0.3, contexts, fontsize=8)
         axes[1].axhline(1.0, color="black", linewidth=0.6)
         axes[1].set(title="time per token / DynamicCache, by context", ylim=(0, 1.3))
         axes[1].legend(fontsize=7)
@@ -184,6 +185,8 @@ def draw_micro(table: Table) -> Figure | None:
     """Lookup and plan by stored blocks, and materialise and commit by prompt length; 8B shapes, one core."""
     part = next((item for (model, _), item in table.by_model().items() if model.startswith("none")), None)
     if part is None:
+        return None
+    if not any("blocks" in case for case in part.cases):
         return None
     figure, axes = plt.subplots(1, 2, figsize=(11, 3.8))
     for kind, style in (("moved pieces", "solid"), ("nothing stored", "dotted")):
