@@ -184,18 +184,17 @@ class WindowIndex:
         Hashes and places of the windows of segments, given by start and length, oldest first. Each one's last window
         comes first: repeated text is to be found at its beginning.
         """
-        places = []
-        for start, length in parts:
+        hashes, places = [], []
+        for start, length in parts:  # one by one: the hashes of millions of tokens at once would leave the cache
             first, last = bisect_left(self._piece_starts, start), bisect_left(self._piece_starts, start + length)
             borders = [*self._piece_starts[first:last], start + length]
             pieces = [
                 np.arange(piece, following - self.window, self.stride, dtype=np.int64)
                 for piece, following in zip(borders, borders[1:], strict=False)
             ]
-            places += [piece[::-1] for piece in reversed(pieces)]
-        places, begin = np.concatenate(places), min(start for start, _ in parts)
-        hashes = self.hash_fn(self._tokens[begin : max(sum(part) for part in parts)], self.window)
-        return hashes[places - begin], places
+            places.append(np.concatenate(pieces)[::-1])
+            hashes.append(self.hash_fn(self._tokens[start : start + length], self.window)[places[-1] - start])
+        return np.concatenate(hashes), np.concatenate(places)
 
     def _compact(self) -> None:
         """Close the holes that removed segments left. Order of age, and so every answer, stays."""
