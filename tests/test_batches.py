@@ -424,6 +424,21 @@ def test_masks_of_long_passes_stay_below_the_limit(kind, policy, masks, monkeypa
         assert torch.allclose(left, right, rtol=0, atol=1e-4)
 
 
+def test_no_mask_of_a_long_context_is_above_64_mb(masks):
+    model = make_model("llama", spy=True)
+    text = old_text(5000, 71)
+    cache = stored(model, head(6) + text + question(6)).using(store=False)
+    ids = head(7) + new_text(1200, 8) + text + new_text(1500, 9)
+    assert len(ids) * 2700 * 4 > 64 << 20
+    masks.clear()
+    model.spy.clear()
+    got = ask(model, ids, cache, steps=1)
+    assert 32 << 20 < max(masks) <= 64 << 20
+    assert work_is_reported(model, got) < 1.3 * len(ids) and got.report.shifted_tokens > 4000
+    alone = ask(model, ids[:1212] + new_text(800, 9), cache, steps=1)  # control: below the limit nothing is cut
+    assert [queries for _, queries in model.spy.calls] == [2012] and alone.report.new_tokens == 2012
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_masks_of_batches_stay_below_the_limit(kind, masks, monkeypatch):
     model = make_model(kind, spy=True)
