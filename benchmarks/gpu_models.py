@@ -6,12 +6,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
-from benchmarks.calls import CACHE_ARGUMENT, ask, kl_divergence
+from benchmarks.calls import CACHE_ARGUMENT, Forced, ask, kl_divergence
 from benchmarks.common import Paired, alternate
 from benchmarks.gpu_kernels import need_flash
-from benchmarks.gpu_part import NotRun, Part
+from benchmarks.gpu_part import Part
 from hf_suffix_cache import SuffixCache, flash
 
 TINY = dict(hidden_size=256, intermediate_size=384, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2)
@@ -21,13 +21,13 @@ LARGE = dict(  # the sizes of Llama 3.2 1B, with a small vocabulary
 VOCABULARY = 4096
 
 
-def make_model(part: Part, sizes: dict, dtype: torch.dtype, attention: str = "sdpa", spread: float = 0.02):
+def make_model(part: Part, sizes: dict, dtype: torch.dtype, spread: float = 0.02):
     """A llama of random weights on the part's device, and a count of the rows that its first layer sees."""
     torch.manual_seed(part.options.seed)
     config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=65_536, initializer_range=spread, **sizes)
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, None, None
     with torch.device(part.device):
-        model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation=attention).eval()
+        model = LlamaForCausalLM._from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
     model.generation_config.eos_token_id = None
     counter = Rows()
     model.model.layers[0].register_forward_pre_hook(counter, with_kwargs=True)  # stays: another hook, another identity
@@ -123,27 +123,50 @@ def tolerance(part: Part, model, ids: list[int]) -> float:
 
 
 def flash_model(part: Part) -> None:
-    """A model that is set to flash-attn answers as under sdpa, and its scattered passes run through flash-attn."""
+    """A model that is set to flash-attn answers as under sdpa: moved text, and a padded batch; by our calls of it."""
     need_flash(part)
-    if part.dry:
-        raise NotRun("transformers' own flash attention needs a GPU")
-    texts = passages(part, 6, 200)
-    answers = {}
+    texts, forced = passages(part, 6, part.size(200, 40)), list(range(10, 18))
+    first, second = prompt(texts, 0), prompt(texts, 1)
+    answers, batches = {}, {}
     for attention in ("sdpa", "flash_attention_2"):
-        model, _ = make_model(part, TINY, torch.bfloat16, attention, spread=0.1)
+        model, _ = make_model(part, TINY, torch.bfloat16, spread=0.1)
+        set_attention(model, attention)
         cache = SuffixCache(repair_fraction=0.15)
-        ask(model, prompt(texts, 0), 4, cache)
+        ask(model, first, 4, cache)
         with counted_calls() as calls:
-            answers[attention] = ask(model, prompt(texts, 1), 8, cache, logits=True, forced=list(range(10, 18)))
-        report = cache.last_report
+            answers[attention] = ask(model, second, 8, cache, logits=True, forced=forced)
+            report = cache.last_report
+            batches[attention] = padded_answer(model, [first, second[:100]], cache)
         part.require(report.shifted_tokens > 0, f"{attention}: nothing was moved: {report.reason}")
-        if attention == "flash_attention_2":
-            part.require(calls["varlen"] > 0, "the scattered passes did not run through flash-attn")
-    stock = ask(model, prompt(texts, 1), 8, logits=True, forced=list(range(10, 18)))
-    between = float(kl_divergence(answers["sdpa"].logits, answers["flash_attention_2"].logits).mean())
+        used = calls["varlen"] > 0 and calls["with_kvcache"] > 0
+        part.require(used == (attention != "sdpa"), f"{attention}: flash-attn was called {calls}")
+    stock = ask(model, second, 8, logits=True, forced=forced)
     away = float(kl_divergence(stock.logits, answers["sdpa"].logits).mean())
-    part.results("tiny llama", "bfloat16").add("flash model", "KL(sdpa || flash)", between, "nats", 8)
-    part.require(between < 0.05 + away, f"KL(sdpa || flash) {between:.4f}, KL(full || sdpa) {away:.4f}")
+    results = part.results("tiny llama", "bfloat16")
+    for case, (one, other) in {
+        "moved text": [answer.logits for answer in answers.values()],
+        "padded batch": list(batches.values()),
+    }.items():
+        between = float(kl_divergence(one, other).mean())
+        results.add(f"flash model, {case}", "KL(sdpa || flash)", between, "nats", 8)
+        part.require(between < 0.05 + away, f"{case}: KL(sdpa || flash) {between:.4f}, KL(full || sdpa) {away:.4f}")
+
+
+def set_attention(model, name: str) -> None:
+    """Run the model's layers by this implementation from now on."""
+    model.set_attn_implementation(name)
+
+
+def padded_answer(model, rows: list[list[int]], cache: SuffixCache) -> torch.Tensor:
+    """Logits of the first two tokens behind prompts that are padded on the left, `[tokens, batch, vocabulary]`."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=model.device)
+    options = dict(do_sample=False, max_new_tokens=2, min_new_tokens=2, pad_token_id=0)
+    options |= {"output_logits": True, "return_dict_in_generate": True, CACHE_ARGUMENT: cache}
+    forced = Forced(longest, [10, 11])  # the same two tokens whatever the logits
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    output = model.generate(ids, attention_mask=mask, logits_processor=LogitsProcessorList([forced]), **options)
+    return torch.stack(output.logits).float().cpu()
 
 
 @contextlib.contextmanager

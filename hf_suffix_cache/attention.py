@@ -61,13 +61,13 @@ class Probe:
 
     def add(self, weights: torch.Tensor) -> None:
         """Take one layer's weights, `[batch, heads, queries, keys]`."""
-        mean = weights.mean(dim=(1, 2)).cpu()
-        self._total = mean if self._total is None else self._total + mean
+        mean = weights.mean(dim=(1, 2))  # stays on its GPU: fetching it would wait for every layer
+        self._total = mean if self._total is None else self._total + mean.to(self._total.device)
         self._layers += 1
 
     def attention(self) -> torch.Tensor | None:
         """`[batch, keys]`, rows summing to 1; None if no layer could be read."""
-        return None if self._total is None else self._total / self._layers
+        return None if self._total is None else self._total.cpu() / self._layers
 
 
 def attention_weights(query, key, mask, scaling, softcap=None) -> torch.Tensor:

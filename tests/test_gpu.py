@@ -18,13 +18,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flash_shim
 from benchmarks import gpu_check, gpu_models
 from benchmarks.common import read_rows
 from hf_suffix_cache import building, flash
+from hf_suffix_cache.attention import attention_configs
 from hf_suffix_cache.store import gather
-from test_flash import SHIM, upper_left
+from test_flash import SHIM, Stock, upper_left
 from test_gather import DTYPES, PICKED, ROTATIONS, SHIFTS, check, fill, frequencies_of, make_pool
 
 SOURCES = sorted(building.SOURCES.glob("*.cu"))
@@ -152,11 +154,19 @@ def check_gpu(tmp_path):
 
 @pytest.mark.parametrize("name", gpu_check.PARTS)
 def test_every_part_of_the_check_runs_dry(check_gpu, kernels, monkeypatch, name):
-    """On the CPU: kernels of the CPU, and a stand-in for flash-attn."""
+    """On the CPU: kernels of the CPU, stand-ins for flash-attn and for transformers' use of it."""
     monkeypatch.setattr(flash, "library", lambda: SHIM)
+    monkeypatch.setattr(gpu_models, "set_attention", set_attention)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", Stock())
     status, states = check_gpu("--device", "cpu", "--parts", name)
     assert status == 0
-    assert states == {name: "not run" if name == "flash_model" else "passed"}
+    assert states == {name: "passed"}
+
+
+def set_attention(model, name: str) -> None:
+    """Transformers refuses flash attention where there is no GPU."""
+    for config in attention_configs(model):
+        config._attn_implementation_internal = name
 
 
 def test_part_without_its_library_is_not_run(check_gpu, monkeypatch, capsys):
