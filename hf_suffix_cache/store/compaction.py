@@ -46,7 +46,7 @@ def make_range(pool: BlockPool, shelves: Collection[Shelf], rows: int) -> bool:
     """
     survey = Survey(pool, shelves)
     blocks = pool.round_up(rows) // pool.block_size
-    free, left = _free_rows(pool, None), max(0, pool.budget.left) // pool.row_bytes
+    free, left = _free_rows(pool, None), _new_rows(pool, None)
     if free + _waste_rows(survey) + left < rows:
         return False
     if free + left < rows + pool.block_size:
@@ -88,7 +88,8 @@ def _pack(survey: Survey, max_rows: int | None) -> int:
     for cold in dict.fromkeys(slab.cold for slab in pool.slabs.values()):
         left = max_rows
         while left is None or left > 0:
-            chosen = _emptiest(survey, cold, min(_free_rows(pool, cold), 2**62 if left is None else left))
+            room = _free_rows(pool, cold) + _new_rows(pool, cold)
+            chosen = _emptiest(survey, cold, room if left is None else min(room, left))
             if not chosen:
                 break
             parts = [survey.rows_in(layout.slab, blocks) for layout, blocks in chosen]
@@ -185,7 +186,7 @@ def _cheapest_window(survey: Survey, blocks: int) -> tuple[Layout, int] | None:
     """Where so many neighbouring blocks can be freed by moving the fewest rows."""
     best, cost = None, None
     pool, size = survey.pool, survey.pool.block_size
-    free = _free_rows(pool, None) + max(0, pool.budget.left) // pool.row_bytes // size * size
+    free = _free_rows(pool, None) + _new_rows(pool, None)
     for layout in survey.layouts.values():
         if layout.slab.cold is not None or len(layout.fixed) < blocks:
             continue
@@ -207,6 +208,11 @@ def _windows(values: np.ndarray, length: int) -> np.ndarray:
 def _free_rows(pool: BlockPool, cold, without: int | None = None) -> int:
     slabs = [slab for slab in pool.slabs.values() if slab.cold is cold and slab.number != without]
     return sum(int(np.count_nonzero(slab.references == 0)) for slab in slabs) * pool.block_size
+
+
+def _new_rows(pool: BlockPool, cold) -> int:
+    """Rows that a new slab could have."""
+    return max(0, pool.budget.left) // pool.row_bytes_of(cold) // pool.block_size * pool.block_size
 
 
 def _waste_rows(survey: Survey) -> int:

@@ -14,6 +14,8 @@ from .shelf import Sequence, Shelf
 
 PACK_WASTE = 1.25  # blocks that an extent's own rows hold over those that they fill, from which they are packed
 EXTENT_SHARE = 1 / 8  # of the stored rows: the most that kept extents hold of rows that recipes give as well
+PATIENCE = 8  # new conversations in a row after which nobody seems to continue any, and ...
+IDLE_SHARE = 1 / 64  # ... that share is this one, for the newest conversation as well
 
 
 def make_room(
@@ -63,19 +65,21 @@ def _might_fit(pool: BlockPool, shelves: Collection[Shelf], rows: int) -> bool:
     return max(0, pool.budget.left) + spare * pool.row_bytes >= rows * pool.row_bytes
 
 
-def demote_old(shelves: Collection[Shelf], keep: int) -> None:
+def demote_old(shelves: Collection[Shelf], keep: int, uncontinued: int) -> None:
     """
     Keep the extents of the newest `keep` sequences, as long as the rows in them that recipes give as well are few
-    beside what is stored; the newest one keeps its extent in any case.
+    beside what is stored. The newest one keeps its extent in any case, unless the last calls, `uncontinued` of them,
+    were new conversations all, and too many.
     """
+    share = EXTENT_SHARE if uncontinued < PATIENCE else IDLE_SHARE
     kept = [(sequence.last_used, shelf, sequence) for shelf in shelves for sequence in shelf.kept if not sequence.busy]
     kept.sort(key=lambda entry: -entry[0])
     moved: dict[BlockPool, int] = {}
     for rank, (_, shelf, sequence) in enumerate(kept):
         pool = shelf.pool
         extra = moved.get(pool, 0) + moved_rows(sequence)
-        allowed = EXTENT_SHARE * sum(other.rows for other in shelves if other.pool is pool)
-        if rank >= keep or (pool in moved and extra > allowed):
+        allowed = share * sum(other.rows for other in shelves if other.pool is pool)
+        if rank >= keep or (extra > allowed and (pool in moved or uncontinued >= PATIENCE)):
             demote(shelf, sequence)
         else:
             moved[pool] = extra

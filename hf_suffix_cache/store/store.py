@@ -75,6 +75,7 @@ class Store:
         self.shelves: dict[tuple, Shelf] = {}
         self.evictions = 0
         self._orphans: deque[tuple[BlockPool, Extent]] = deque()
+        self._uncontinued = 0  # calls in a row that continued no stored conversation
         self._unpackable: dict[BlockPool, int] = {}  # rows of waste that the last compaction could do nothing about
 
     # -- what views ask for -------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Store:
                 shelf.keep_extent(sequence, keep)
             # what the new sequence replaces goes first: its windows would count as other contexts of the same text
             shelf.pin(sequence.recipe.segments)
-            self._drop_subsumed(shelf, sequence)
+            self._uncontinued = 0 if self._drop_subsumed(shelf, sequence) else self._uncontinued + 1
             shelf.add(sequence)
             shelf.unpin(sequence.recipe.segments)
             self._touch(sequence)
@@ -327,13 +328,15 @@ class Store:
                 return sequence
         return None
 
-    def _drop_subsumed(self, shelf: Shelf, sequence: Sequence) -> None:
-        """Forget the sequences that the new one continues: their segments live on in its recipe."""
+    def _drop_subsumed(self, shelf: Shelf, sequence: Sequence) -> int:
+        """Forget the sequences that the new one continues: their segments live on in its recipe. Returns how many."""
+        before = len(shelf.sequences)
         found = shelf.exact_prefixes.longest(sequence.ids) + shelf.conversations.longest(sequence.ids)
         for old, _ in found:
             inside = old is not sequence and len(old.ids) <= len(sequence.ids) and old.exact <= sequence.exact
             if inside and not old.busy and np.array_equal(old.ids, sequence.ids[: len(old.ids)]):
                 shelf.remove(old)
+        return before - len(shelf.sequences)
 
     def _learn(self, shelf: Shelf, draft: Draft, frequencies) -> None:
         """Draw the draft's own rows into the means of their texts."""
@@ -419,7 +422,7 @@ class Store:
 
     def _demote_old(self) -> None:
         """Keep the extents of the newest conversations; pack the rows of the others."""
-        demote_old(list(self.shelves.values()), self.config.keep_conversations)
+        demote_old(list(self.shelves.values()), self.config.keep_conversations, self._uncontinued)
 
     def _cool(self) -> int:
         """Convert rows to `store_dtype`, for which warm slabs are emptied; returns the number of segments."""
