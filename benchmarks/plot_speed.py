@@ -16,6 +16,7 @@ KIND_COLOURS = {
     "extents": "#87af5f",
     "waste": TARGET,
 }
+PEAKS = (("a hit, beyond the store", BLUE), ("a hit, view included", "#5fafd7"), ("DynamicCache", GREY))
 _TARGET = re.compile(r"target (<=|>=) ([0-9.]+)")
 
 
@@ -37,7 +38,7 @@ def draw_targets(table: Table) -> Figure | None:
                 found.append((f"{case}: {metric} ({label_of(model, dtype)})", *shares))
     if not found:
         return None
-    figure, axis = plt.subplots(figsize=(11, 0.24 * len(found) + 1.2))
+    figure, axis = plt.subplots(figsize=(13, 0.24 * len(found) + 1.2))
     for place, (_, value, first, second) in enumerate(reversed(found)):
         low, high = sorted((first, second))
         axis.barh(place, value, color=BLUE if value <= 1 else ORANGE, height=0.7)
@@ -69,7 +70,7 @@ def draw_reuse(table: Table) -> Figure | None:
         axes[0].bar(0, 0, color=colour, label=label)
     names = [case.replace("rag8, store smaller than the corpus", "rag8,\nsmall store") for case in cases]
     axes[0].set_xticks(np.arange(len(cases)) + 0.19, names, fontsize=7)
-    axes[0].set(title="with the cache / vanilla", ylim=(0, 1.25))
+    axes[0].set(title="with the cache / vanilla", ylim=(0, max(1.25, 1.1 * axes[0].get_ylim()[1])))
     axes[0].axhline(1.0, color="black", linewidth=0.6)
     axes[0].legend(fontsize=7)
     for case, colour in (("rag8", BLUE), ("rag8, store smaller than the corpus", ORANGE), ("rag20", GREY)):
@@ -78,6 +79,7 @@ def draw_reuse(table: Table) -> Figure | None:
         if batches:
             axes[1].plot([int(b[-2:]) for b in batches], values, marker="o", markersize=3, color=colour, label=case)
     axes[1].set(title="first token / vanilla by batch of novel orders", xlabel="batch", ylim=(0, None))
+    axes[1].xaxis.get_major_locator().set_params(integer=True)
     axes[1].legend(fontsize=7)
     return figure
 
@@ -124,8 +126,7 @@ def draw_growth(table: Table) -> Figure | None:
             cases = [case for case in part.cases if re.fullmatch(rf"growth, {kind}, \d+", case)]
             sizes = [int(case.split(", ")[-1]) for case in cases]
             values = [part.value(case, f"total, {way}") for case in cases]
-            label = f"{way}, {kind}" if way != "vanilla" or kind == "prefix" else None
-            axes[0].plot(sizes, values, marker="o", linestyle=style, color=colour, label=label)
+            axes[0].plot(sizes, values, marker="o", linestyle=style, color=colour, label=f"{way}, {kind}")
     axes[0].set(title="whole request, 128 new tokens, 90 % reuse (s)", xlabel="prompt tokens", ylim=(0, None))
     axes[0].legend(fontsize=7)
     tables = [(key, item) for key, item in table.by_model().items() if _decoded(item)]
@@ -142,7 +143,8 @@ def draw_growth(table: Table) -> Figure | None:
             axes[1].text(x, value, f"{value:.2f}", ha="center", va="bottom", fontsize=6)
     if tables:
         contexts = [case.split(", ")[1] for case in _decoded(tables[0][1])]
-        axes[1].set_xticks(np.arange(len(contexts)) + 0.3, contexts, fontsize=8)
+        middle = 0.4 * (len(tables) - 1) / len(tables)
+        axes[1].set_xticks(np.arange(len(contexts)) + middle, contexts, fontsize=8)
         axes[1].axhline(1.0, color="black", linewidth=0.6)
         axes[1].set(title="time per token / DynamicCache, by context", ylim=(0, 1.3))
         axes[1].legend(fontsize=7)
@@ -171,10 +173,10 @@ def draw_memory(table: Table) -> Figure | None:
     axes[0].legend(fontsize=7)
     peaks = [case for case in part.cases if case.startswith("peak, ")]
     for place, case in enumerate(peaks):
-        for offset, (metric, colour) in enumerate((("a hit, beyond the store", BLUE), ("DynamicCache", GREY))):
-            value = part.value(case, metric)
-            axes[1].bar(place + 0.38 * offset, value, 0.36, color=colour, label=metric if place == 0 else None)
-    axes[1].set_xticks(np.arange(len(peaks)) + 0.19, [c.removeprefix("peak, ") for c in peaks], fontsize=7)
+        for offset, (metric, colour) in enumerate(PEAKS):
+            value = part.value(case, metric) if part.has(case, metric) else 0.0
+            axes[1].bar(place + 0.27 * offset, value, 0.25, color=colour, label=metric if place == 0 else None)
+    axes[1].set_xticks(np.arange(len(peaks)) + 0.27, [c.removeprefix("peak, ") for c in peaks], fontsize=7)
     axes[1].set_title("peak memory of a call (MiB)", fontsize=9)
     if peaks:
         axes[1].legend(fontsize=7)

@@ -18,9 +18,21 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.common import Options, Results, alternate, parse, seconds
-from hf_suffix_cache.grouped import decode_attention, grouped_attention, scattered_attention, visible_bounds
+from hf_suffix_cache.grouped import (
+    PACKED_ROWS,
+    decode_attention,
+    grouped_attention,
+    rows_of_block,
+    scattered_attention,
+    visible_bounds,
+)
 
-LAYOUTS = {"9q/3kv/d64": (9, 3, 64), "4q/1kv/d256": (4, 1, 256), "32q/8kv/d128": (32, 8, 128)}
+LAYOUTS = {
+    "9q/3kv/d64": (9, 3, 64),
+    "4q/1kv/d256": (4, 1, 256),
+    "32q/8kv/d128": (32, 8, 128),
+    "8q/8kv/d64": (8, 8, 64),
+}
 SPARE_ROWS = 256  # of the buffers that keys and values are views of
 ALL_BYTES = 256 << 20  # of the layers' keys and values together
 MOST_SCORES = 40_000_000  # heads x rows x keys of one layer that are worth measuring here
@@ -62,10 +74,10 @@ def measure(results: Results, name: str, layout: tuple, context: int, rows: int,
     columns = torch.from_numpy(np.sort(np.append(chosen, context - 1)))
     mask = None if rows == 1 else (torch.arange(context) <= columns[:, None])[None, None]
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
-    bounds = None if mask is None else visible_bounds(mask)
+    bounds = None if mask is None else visible_bounds(mask, rows_of_block(query))
 
     def ours(key, value):
-        if mask is None or heads // kv_heads * rows <= 64:
+        if mask is None or heads // kv_heads * rows <= PACKED_ROWS:
             return decode_attention(query, key, value, mask, None)
         return scattered_attention(query, key, value, mask, None, bounds)
 
