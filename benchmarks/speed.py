@@ -5,7 +5,7 @@ under the Gemma Terms of Use: scripts/gemma.py). Run it alone on the machine.
 | part | question |
 |---|---|
 | `limit` | how close is the first token to what transformers needs for just the rows that ran |
-| `rag`, `rag-small`, `rag4k` | 8, 8 with a small store, 20 of 40 passages in ever new orders; batch 10 against batch 2 |
+| `rag`, `rag-small`, `rag4k` | 8, 8 with a small store, 20 of 40 passages in ever new orders; does the gain last |
 | `curve` | time to first token and KL at 4K tokens by repair fraction |
 | `system`, `chat`, `edited`, `nothing` | the other workloads, the same columns |
 | `growth` | total latency at 1K, 2K, 4K tokens of which 90 % are stored |

@@ -1,4 +1,4 @@
-"""Parts `rag`, `rag-small`, `rag4k`, `system`, `chat`, `edited`, `nothing`: whole requests with the cache and without."""
+"""Parts `rag`, `rag-small`, `rag4k`, `system`, `chat`, `edited`, `nothing`: requests with the cache and without."""
 
 from dataclasses import dataclass, field
 
