@@ -117,12 +117,12 @@ class Pass:
     configs: list = field(default_factory=list)
     _bounds: list = field(default_factory=list)  # of the newest masks: (weak reference to the mask, bounds)
 
-    def bounds(self, mask: torch.Tensor) -> Bounds:
+    def bounds(self, mask: torch.Tensor, block_rows: int) -> Bounds:
         """What blocks of queries see by this mask, which most layers share."""
         for known, bounds in self._bounds:
             if known() is mask:
                 return bounds
-        bounds = visible_bounds(mask)
+        bounds = visible_bounds(mask, block_rows)
         self._bounds = [(weakref.ref(mask), bounds), *self._bounds[: MOST_MASKS - 1]]
         return bounds
 
