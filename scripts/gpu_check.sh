@@ -62,7 +62,7 @@ if [ "$status" -eq 2 ]; then
 fi
 # the tests that are marked for GPUs, but for those that are the check above again
 if "$python" -c 'import pytest, hypothesis' >/dev/null 2>&1; then
-    "$python" -m pytest -q -p no:cacheprovider -m gpu -k 'not test_part_on_a_card' tests || status=1
+    timeout 120 "$python" -m pytest -q -p no:cacheprovider -m gpu -k 'not test_part_on_a_card' tests || status=1
 else
     echo "tests marked gpu: not run (pytest and hypothesis are not installed)"
 fi
