@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from hf_suffix_cache import building
 from hf_suffix_cache.rope import RotarySpec, rotate_keys
 from hf_suffix_cache.store import gather
+from hf_suffix_cache.store.cold import DTYPES as DTYPES_COLD
+from hf_suffix_cache.store.cold import decode, encode
 from hf_suffix_cache.store.gather import Runs, average_rows, copy_rows
-from hf_suffix_cache.store.pool import BlockPool, Budget, LayerShape
+from hf_suffix_cache.store.pool import BlockPool, Budget, Extent, LayerShape, Slab
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ROTATIONS = {
@@ -365,3 +367,72 @@ def test_means_are_running_means_of_turned_rows(dtype):
                 want[:, :, place] += (row[:, :, 0] - want[:, :, place]) / (counts[number] + 1)
             assert (got - want).abs().max() < tolerance
             assert (got - old.double()).abs().max() > 10 * tolerance  # control
+
+
+# -- slabs that keep rows in a smaller dtype --------------------------------------------------------------------------
+
+COLD = {
+    "bfloat16": 2**-8,
+    "float16": 2**-11,
+    "int8": 0.5 / 127,
+}  # largest error of a row, relative to its largest number
+
+
+@pytest.mark.parametrize("shift", [0, -70])
+@pytest.mark.parametrize("cold", COLD)
+def test_rows_are_packed_smaller_and_served_again(compiled, cold, shift):
+    pool, (source, _) = make_pool(torch.float32, "half")
+    frequencies, spec = frequencies_of(ROTATIONS["half"]), ROTATIONS["half"]
+    rows, columns = np.array([5, 6, 7, 30, 2, 90]), np.array([1, 2, 3, 9, 11, 12])
+    packed = Slab(7, ROWS, 16, pool.groups, DTYPES_COLD[cold])
+    pool.slabs[7] = packed
+    extent, served = Extent(packed, 0, ROWS), pool.allocate(ROWS)
+    still = np.zeros(6, dtype=np.int64)
+    copy_rows(pool, source.addresses(0, rows), extent, 0, columns, still, frequencies)
+    copy_rows(pool, extent.addresses(0, columns), served, 0, rows, still + shift, frequencies)
+    for shape in pool.groups:
+        for slot, turned in (("keys", True), ("values", False)):
+            want = getattr(source.slab, slot)[shape][:, :, source.start + rows]
+            largest = want.abs().amax(dim=-1, keepdim=True)
+            if shift and turned:
+                want, largest = rotate_keys(want, shift, frequencies[spec], spec), 2 * largest
+            got = getattr(served.slab, slot)[shape][:, :, served.start + rows]
+            error = (got - want).abs()
+            assert (error <= 1.01 * COLD[cold] * largest).all() and error.max() > 0
+
+
+@pytest.mark.parametrize("cold", COLD)
+def test_rows_that_stay_small_keep_their_bits_and_turned_ones_are_rounded_once_more(compiled, cold):
+    pool, (source, _) = make_pool(torch.float32, "half")
+    frequencies, spec = frequencies_of(ROTATIONS["half"]), ROTATIONS["half"]
+    slabs = [Slab(number, ROWS, 16, pool.groups, DTYPES_COLD[cold]) for number in (7, 8)]
+    pool.slabs |= {slab.number: slab for slab in slabs}
+    first, second = (Extent(slab, 0, ROWS) for slab in slabs)
+    rows, still = np.array([3, 4, 40, 8]), np.zeros(4, dtype=np.int64)
+    copy_rows(pool, source.addresses(0, rows), first, 0, rows, still, frequencies)
+    copy_rows(pool, first.addresses(0, rows), second, 0, rows + 1, still, frequencies)
+    for tensor, moved in zip(first.slab.tensors(), second.slab.tensors(), strict=True):
+        assert torch.equal(tensor[:, :, rows], moved[:, :, rows + 1])
+    copy_rows(pool, first.addresses(0, rows), second, 0, rows + 20, still + 9, frequencies)
+    for shape in pool.groups:
+        want = rotate_keys(decode(first.slab, shape, "keys", rows), 9, frequencies[spec], spec)
+        expected = Slab(9, ROWS, 16, pool.groups, DTYPES_COLD[cold])
+        encode(expected, shape, "keys", rows, want)
+        assert torch.equal(decode(second.slab, shape, "keys", rows + 20), decode(expected, shape, "keys", rows))
+
+
+@pytest.mark.parametrize("cold", COLD)
+def test_means_are_drawn_from_rows_of_a_smaller_dtype(compiled, cold):
+    pool, (source, other) = make_pool(torch.float32, "half")
+    frequencies = frequencies_of(ROTATIONS["half"])
+    packed = Slab(7, ROWS, 16, pool.groups, DTYPES_COLD[cold])
+    pool.slabs[7] = packed
+    extent, rows, still = Extent(packed, 0, ROWS), np.array([5, 60]), np.zeros(2, dtype=np.int64)
+    copy_rows(pool, source.addresses(0, rows), extent, 0, rows, still, frequencies)
+    before = {shape: keys.clone() for shape, keys in other.slab.keys.items()}
+    average_rows(pool, extent.addresses(0, rows), other.addresses(0, rows), still, still + 1, frequencies)
+    for shape, old in before.items():
+        where = other.start + rows
+        want = old[:, :, where] + (decode(packed, shape, "keys", rows) - old[:, :, where]) / 2
+        assert (other.slab.keys[shape][:, :, where] - want).abs().max() < 1e-6
+        assert not torch.equal(other.slab.keys[shape][:, :, where], old[:, :, where])  # control
