@@ -62,8 +62,8 @@ def grouped_attention(
     if mask is None:
         faster = queries == 1 and decode_is_faster(query, key)
         return decode_attention(query, key, value, None, scaling) if faster else None
-    if queries == 1 or not scattered_is_faster(query, key):
-        return None
+    if queries in (1, key.shape[2]) or not scattered_is_faster(query, key):
+        return None  # nothing cached: a whole prefill is stock's own, to the bit, also in half precision
     if groups * queries <= PACKED_ROWS and groups > 1:
         return decode_attention(query, key, value, mask, scaling)
     return scattered_attention(

@@ -209,6 +209,8 @@ def test_what_it_has_no_answer_for_is_left_to_the_model(change):
         key = key.double()
     elif change == "prefill":
         mask = None
+    elif change == "masked prefill":
+        key, value, mask = key[:, :, :70], value[:, :, :70], mask[..., :70]
     else:
         mask = mask[:, :, :1]
     assert grouped_attention(query, key, value, mask, None) is None
