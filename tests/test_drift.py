@@ -310,6 +310,30 @@ def test_half_precision_rows_stay_finite_and_are_gathered_again(kind, dtype):
     assert all(torch.isfinite(part).all() for layer in found[0][1] for part in layer)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gptj", "deepseek_v3"])
+def test_rows_are_the_same_whether_the_kernel_or_its_reference_serves(kernels, monkeypatch, kind):
+    found = []
+    for first, then in (("", ""), ("", "off"), ("off", ""), ("off", "off")):
+        model = make_model(kind)
+        set_kernels(monkeypatch, first)
+        cache = stored(model, SOURCE, repair=EveryNinth(), keep_conversations=0)
+        answer = ask(model, MOVED, cache, steps=2)
+        assert served(answer.report) == 125
+        set_kernels(monkeypatch, then)
+        found.append(served_rows(model, answer.tokens() + question(2), cache, steps=1))
+        assert found[-1][0].report.carried_tokens > 60
+    for _, rows in found[1:]:
+        same_bits(found[0][1], rows, len(MOVED))
+
+
+def set_kernels(monkeypatch, value: str) -> None:
+    """Kernels as they are built, or `"off"`."""
+    if value:
+        monkeypatch.setenv("HF_SUFFIX_CACHE_KERNELS", value)
+    else:
+        monkeypatch.delenv("HF_SUFFIX_CACHE_KERNELS", raising=False)
+
+
 # -- conversations --------------------------------------------------------------------------------------------------
 
 
