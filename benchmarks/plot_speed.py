@@ -48,6 +48,8 @@ def draw_targets(table: Table) -> Figure | None:
     axis.set_yticks(range(len(found)), [name for name, *_ in reversed(found)], fontsize=6)
     axis.set(xlabel="figure / target (of a floor: target / figure)", ylim=(-0.7, len(found) - 0.3))
     axis.set_xscale("log", base=2)
+    axis.set_xlim(1 / 32, None)
+    axis.xaxis.set_major_formatter("{x:g}")
     axis.set_title("Targets: left of the line is met", fontsize=10)
     return figure
 

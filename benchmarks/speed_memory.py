@@ -59,7 +59,7 @@ def _write_bytes(setting: Setting, case: str, cache: SuffixCache, stored: list[R
             results.add(case, f"{kind}, {moment}", size / 2**20, "MiB", n)
         if moment == "at rest":
             cache.compact()
-    note = f"target <= {WASTE_TARGET}; of the used blocks"
+    note = f"target <= {WASTE_TARGET}; of the used blocks" if is_default else "of the used blocks"
     results.add(case, "stored rows' waste after compact()", _waste(cache), "share", n, note=note)
     after = cache.stats.bytes_used / dynamic
     results.add(case, "stored bytes / DynamicCaches after compact()", after, "ratio", n)
