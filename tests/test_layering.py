@@ -45,6 +45,8 @@ PART_OF = {
     "drafting": "request",
     "tracing": "cache",
     "forwards": "passes",
+    "lookup": "kernels",
+    "differences": "rope",
     "grouping": "passes",
 }
 FORBIDDEN = {("generation", "store"): "generation knows a store by its open_view method only"}
