@@ -5,8 +5,9 @@ import numpy as np
 from .inputs import PromptBatch
 from .prompt import SHIFTED, PlannedRow
 
-# What a forward costs beside its rows, in rows: reading the weights, and Python. Measured on 2 cores with
-# SmolLM2-135M (`benchmarks/speed_batch.py`); estimated, not measured, for other devices.
+# What a forward costs beside its rows, in rows: reading the weights, and Python. With SmolLM2-135M about 17 were
+# measured on one thread (`benchmarks/speed_batch.py`); more threads make rows cheaper, but not the weights. Estimated,
+# not measured, for other devices.
 FORWARD_ROWS = {"cpu": 24}
 OTHER_FORWARD_ROWS = 512
 
