@@ -21,9 +21,11 @@ under the Gemma Terms of Use: scripts/gemma.py). Run it alone on the machine.
 """
 
 import importlib
+import os
 
 from benchmarks.common import parse
 from benchmarks.speed_runs import SpeedOptions, setting
+from hf_suffix_cache import building
 
 PARTS = {  # part: module of this package and function in it; those of the last two need no model
     "limit": ("speed_limit", "measure"),
@@ -53,6 +55,9 @@ def main() -> None:
     options = parse(SpeedOptions, __doc__)
     if options.part not in PARTS:
         raise SystemExit(f"--part must be one of {', '.join(PARTS)}, got {options.part!r}.")
+    if os.environ.get("HF_SUFFIX_CACHE_KERNELS") != "off":
+        building.build()  # never on a request's path, so never inside what is measured
+    print("kernels:", ", ".join(f"{name}: {state}" for name, state in building.status().items()))
     module, function = PARTS[options.part]
     measure = getattr(importlib.import_module(f"benchmarks.{module}"), function)
     measure(options if options.part in WITHOUT_MODEL else setting(options))

@@ -3,53 +3,35 @@ Parts `micro` and `blocks`: lookup, plan, materialise and commit without a model
 layers, 8 key-value heads of 128 dimensions, bfloat16, 128 KiB a row. On one core.
 """
 
-import contextlib
-import os
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from benchmarks.common import Results
+from benchmarks.speed_lookup import (
+    BLOCKS,
+    DIM,
+    LAYERS,
+    PIECE,
+    PROMPTS,
+    ROTARY,
+    lookups,
+    one_core,
+    shapes,
+    timed_plan,
+    words,
+)
 from benchmarks.speed_runs import SpeedOptions, add_median
 from hf_suffix_cache import SuffixCacheConfig
-from hf_suffix_cache.prompt import SHIFTED, PlannedRow
-from hf_suffix_cache.rope import RotarySpec
+from hf_suffix_cache.prompt import SHIFTED
 from hf_suffix_cache.store.gather import copy_rows
-from hf_suffix_cache.store.pool import BlockPool, Budget, LayerShape
-from hf_suffix_cache.store.segments import Segment
-from hf_suffix_cache.store.shelf import Recipe, Sequence, Shelf
 from hf_suffix_cache.store.store import Draft, Store
 
 MODEL, DTYPE = "none, shapes of an 8B model", "bfloat16"
-LAYERS, HEADS, DIM = 32, 8, 128
-ROTARY = RotarySpec("rotary_emb.inv_freq")
 FREQUENCIES = {ROTARY: 500000.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)}
-VOCABULARY, PIECE, SEQUENCE = 128_000, 200, 4096
-PROMPTS = (1024, 4096, 16384, 32768, 131072)
-BLOCKS = (10**3, 10**4, 10**5, 10**6)
-LOOKUP_TARGET_MS, MEMORY_LIMIT = 50, 6e9
+MEMORY_LIMIT = 6e9
 BLOCK_SIZES = (8, 16, 32, 64)
-
-
-def shapes(layers: int = LAYERS) -> tuple[LayerShape, ...]:
-    """Layers of the model."""
-    return (LayerShape(HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"), ROTARY),) * layers
-
-
-@contextlib.contextmanager
-def one_core() -> Iterator[None]:
-    """One thread on one core."""
-    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(1)
-    os.sched_setaffinity(0, {max(cores)})
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        os.sched_setaffinity(0, cores)
 
 
 def measure(options: SpeedOptions) -> None:
@@ -64,83 +46,6 @@ def measure(options: SpeedOptions) -> None:
                 rows_by_size(results, tokens, n)
             else:
                 print(f"materialise and commit of {tokens} tokens would take more than {MEMORY_LIMIT / 1e9:.0f} GB")
-
-
-# -- lookup and plan -----------------------------------------------------------------------------------------------
-
-
-def words(rng: np.random.Generator, tokens: int) -> np.ndarray:
-    """Token ids as frequent as words are: the r-th most frequent one in proportion to 1 / r."""
-    return (VOCABULARY ** rng.random(tokens)).astype(np.int64) - 1
-
-
-def stored_shelf(rng: np.random.Generator, blocks: int) -> tuple[Shelf, list[np.ndarray]]:
-    """A shelf of `blocks` blocks in sequences of 4,096 tokens and one of up to 128K; no tensors are behind it."""
-    config = SuffixCacheConfig()
-    shelf = Shelf(BlockPool(shapes(), config.block_size, Budget(0)))
-    left, texts = blocks * config.block_size, []
-    lengths = [min(max(PROMPTS), left // 2)]
-    lengths += [SEQUENCE] * ((left - lengths[0]) // SEQUENCE)
-    address = 0
-    for length in tqdm(lengths, desc=f"{blocks} blocks", mininterval=2):
-        ids, rows = words(rng, length), np.arange(length)
-        segment = Segment(ids, rows, ids, address + rows)
-        which = np.zeros(length, dtype=np.int32)
-        shelf.add(Sequence(ids, Recipe([segment], which, rows, np.zeros(length, dtype=np.int64)), length, length))
-        texts.append(ids)
-        address += length
-    return shelf, texts
-
-
-def lookups(results: Results, blocks: int, n: int) -> None:
-    """Milliseconds of lookup and plan by prompt length: moved pieces of 200 tokens, one prefix, nothing stored."""
-    rng, config = np.random.default_rng(blocks), SuffixCacheConfig()
-    shelf, texts = stored_shelf(rng, blocks)
-    for tokens in PROMPTS:
-        kinds = {"moved pieces": pieces(rng, texts, tokens), "nothing stored": words(rng, tokens)}
-        if len(texts[0]) >= tokens:
-            kinds["one prefix"] = np.concatenate([texts[0][: tokens - 64], words(rng, 64)])
-        for kind, ids in kinds.items():
-            taken = [timed_plan(shelf, ids, config) for _ in range(n + 1)][1:]
-            row = taken[-1][1]
-            served = float((~row.computed).mean())
-            if (served > 0.5) != (kind != "nothing stored"):
-                raise RuntimeError(f"{kind}: {served:.0%} of the prompt were found")
-            case = f"micro, {kind}, {tokens} tokens, {blocks} blocks"
-            lookup, plan = (np.array([item[0][part] for item in taken]) * 1e3 for part in (0, 1))
-            target = f"target <= {LOOKUP_TARGET_MS}; " if (tokens, blocks) == (max(PROMPTS), max(BLOCKS)) else ""
-            add_median(results, case, "lookup", lookup, "ms", "one core; median")
-            add_median(results, case, "plan", plan, "ms", "one core; median")
-            add_median(results, case, "lookup + plan", lookup + plan, "ms", f"{target}one core; median")
-
-
-def pieces(rng: np.random.Generator, texts: list[np.ndarray], tokens: int) -> np.ndarray:
-    """A prompt of pieces of 200 tokens from anywhere in the store, one in twenty new, and a new end."""
-    parts = []
-    for number in range(-(-tokens // PIECE)):
-        text = texts[rng.integers(len(texts))]
-        start = rng.integers(len(text) - PIECE)
-        parts.append(words(rng, PIECE) if number % 20 == 19 else text[start : start + PIECE])
-    return np.concatenate([*parts, words(rng, 64)])[-tokens:]
-
-
-def timed_plan(shelf: Shelf, ids: np.ndarray, config: SuffixCacheConfig) -> tuple[tuple[float, float], PlannedRow]:
-    """Seconds of lookup and of plan, as a request makes them, and the planned prompt."""
-    lookup = 0.0
-
-    def timed(function, *arguments):
-        nonlocal lookup
-        start = time.perf_counter()
-        found = function(*arguments)
-        lookup += time.perf_counter() - start
-        return found
-
-    start = time.perf_counter()
-    match = timed(shelf.match, ids)
-    row = PlannedRow.make(
-        ids, 0, match, lambda first: timed(shelf.runs, ids, first, config.min_match_tokens), 1, config
-    )
-    return (lookup, time.perf_counter() - start - lookup), row
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------

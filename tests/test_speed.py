@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks import sources, speed_micro, speed_workloads
+from benchmarks import sources, speed_lookup, speed_micro, speed_workloads
 from benchmarks.calls import CACHE_ARGUMENT, ask
 from benchmarks.common import COLUMNS
 from benchmarks.drawing import Table
@@ -208,18 +208,23 @@ def test_drawings_of_what_was_not_measured_are_left_out():
 
 def test_a_prompt_of_stored_pieces_is_found_and_others_are_not():
     rng, config = np.random.default_rng(0), SuffixCacheConfig()
-    shelf, texts = speed_micro.stored_shelf(rng, 1000)
+    shelf, texts, taken = speed_lookup.stored_shelf(rng, 1000)
+    assert len(taken) == len(texts) - 1
     assert sum(map(len, texts)) <= 16_000
-    moved = speed_micro.timed_plan(shelf, speed_micro.pieces(rng, texts, 2048), config)[1]
+    moved = speed_lookup.timed_plan(shelf, speed_lookup.pieces(rng, texts, 2048), config)[1]
     assert 0.85 < (~moved.computed).mean() < 1.0
-    assert speed_micro.timed_plan(shelf, speed_micro.words(rng, 2048), config)[1].computed.all()
+    assert speed_lookup.timed_plan(shelf, speed_lookup.words(rng, 2048), config)[1].computed.all()
+    for kind, ids in speed_lookup.hard_prompts(rng, shelf, texts, 2000).items():
+        with speed_lookup.without_kernels():
+            row = speed_lookup.timed_plan(shelf, ids, config)[1]
+        assert (~row.computed).mean() > 0.5, kind
 
 
 def test_traffic_serves_what_it_stored():
     traffic, rng = speed_micro.Traffic(1, 1 << 28), np.random.default_rng(0)
-    first = [speed_micro.words(rng, 200) for _ in range(4)]
+    first = [speed_lookup.words(rng, 200) for _ in range(4)]
     assert traffic.serve(np.concatenate(first))["served"] == 0
-    end = speed_micro.words(rng, 32)
+    end = speed_lookup.words(rng, 32)
     assert traffic.serve(np.concatenate([*first[::-1], end]))["served"] > 700
     rows = traffic.store.bytes_used / traffic.shelf.pool.row_bytes
     assert rows < 2 * 832 + 64
