@@ -145,7 +145,7 @@ def open_pass(
     """
     own = own_implementation(model)
     in_place = own not in MODEL_BUILDS_MASKS and columns is not None and columns[-1] - columns[0] + 1 == len(columns)
-    grouped = columns is not None and own != "eager" and not is_compiled_anywhere(model)
+    grouped = columns is not None and own != "eager" and not _is_ungrouped() and not is_compiled_anywhere(model)
     if probe is None and not explicit_masks and (in_place or (not grouped and own in MODEL_BUILDS_MASKS)):
         yield
         return
@@ -171,7 +171,7 @@ def begin_forward(configs: list, queries: int = 0, pads: np.ndarray | None = Non
     if current is not None and current is getattr(_thread, "forward", None):
         end_forward()  # of a forward that an interrupt ended without its hooks
         current = None
-    if not configs or current is not None:
+    if not configs or current is not None or _is_ungrouped():
         return
     own = _own(configs[0])
     if own == "sdpa":
@@ -190,6 +190,20 @@ def end_forward() -> None:
         if _thread.current is current:
             _thread.current = None
         _switch_back(current.configs)
+
+
+@contextmanager
+def ungrouped():
+    """Inside, this thread switches no model for speed: the forward that begins is part of a graph."""
+    _thread.ungrouped = True
+    try:
+        yield
+    finally:
+        _thread.ungrouped = False
+
+
+def _is_ungrouped() -> bool:
+    return getattr(_thread, "ungrouped", False)
 
 
 def groupable_configs(model: PreTrainedModel) -> list:

@@ -5,13 +5,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
-from .attention import begin_forward, end_forward, groupable_configs
+from .attention import begin_forward, end_forward, groupable_configs, ungrouped
 from .calls import GenerateCall
 from .capability import cache_argument
 from .inputs import CACHE_NAMES, Refused, describe_plain
@@ -224,8 +224,20 @@ def _hook_compiled(model, compiled):
     return unhook
 
 
-@torch.compiler.disable  # planning is not for a graph: `torch.compile(model)` traces through a model's hooks
 def _before_forward(model, args: tuple, kwargs: dict):
+    # a compiled wrapper around the model traces through this hook, and the model itself does not know of it
+    if torch.compiler.is_compiling():
+        return _prepare(model, args, kwargs, compiled=True)
+    return _prepare(model, args, kwargs, compiled=False)
+
+
+@torch.compiler.disable  # planning is not for a graph
+def _prepare(model, args: tuple, kwargs: dict, compiled: bool):
+    with ungrouped() if compiled else nullcontext():
+        return _prepare_forward(model, args, kwargs)
+
+
+def _prepare_forward(model, args: tuple, kwargs: dict):
     request = _request_of(model, kwargs)
     if request is None:
         attachments = _attached.get(model)

@@ -18,6 +18,7 @@ from hf_suffix_cache.attention import (
     groupable_configs,
     open_pass,
     own_implementation,
+    ungrouped,
 )
 from reference import Recorder, ask, same_answer, stored
 from tiny_models import A, B, C, head, living_models, make_model, question
@@ -312,6 +313,18 @@ def test_nothing_is_switched_where_something_is_compiled(part):
     compiled.compile(backend="eager")
     assert groupable_configs(model) == []
     del vars(compiled)["_compiled_call_impl"]  # as it was made
+
+
+def test_nothing_is_switched_in_a_forward_that_is_part_of_a_graph():
+    model = make_model("llama")
+    columns = torch.arange(4).numpy()
+    with ungrouped():
+        begin_forward(groupable_configs(model))
+        assert model.config._attn_implementation == "sdpa"
+        with open_pass(model, columns=columns, total=9):
+            assert model.config._attn_implementation == "sdpa"
+    with open_pass(model, columns=columns, total=9):
+        assert model.config._attn_implementation == NAME  # control
 
 
 @pytest.mark.parametrize("change", [{"dropout": 0.1}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}])
