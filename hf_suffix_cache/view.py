@@ -334,7 +334,7 @@ class View(Cache):
         for layer in self.layers:
             layer.length = length
 
-    # what mask code and `generate` ask of every layer at every token; transformers' own go through the layers each time
+    # what mask code and `generate` ask of every layer at every token; stock ones go through the layers each time
 
     @property
     def is_dummy(self) -> list[bool]:

@@ -11,6 +11,7 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_suffix_cache import SuffixCache, UnsupportedModelError
+from hf_suffix_cache.calls import GenerateCall
 from reference import (
     Recorder,
     ask,
@@ -446,3 +447,38 @@ def test_model_that_drops_its_cache_is_reported():
         check_report(cache.last_report)
         assert cache.last_report.prompt_tokens == len(PROMPT)
     check_pool(cache)
+
+
+def test_only_code_of_the_callers_own_is_watched():
+    """Each forward after such code asks whether the model is the same; transformers' own code can't change it."""
+    tokenizer = object()
+
+    class Criteria(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    class Streamer(transformers.TextStreamer):
+        pass
+
+    replaced = transformers.TextStreamer(tokenizer)
+    replaced.put = lambda value: None
+    own_code = [
+        {"stopping_criteria": StoppingCriteriaList([Criteria()])},
+        {"streamer": Streamer(tokenizer)},
+        {"streamer": replaced},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [1]},
+        {"logits_processor": LogitsProcessorList([transformers.PrefixConstrainedLogitsProcessor(list, 1)])},
+        {"assistant_model": make_model("llama")},
+    ]
+    theirs = [
+        {},
+        {"streamer": transformers.TextStreamer(tokenizer)},
+        {"streamer": transformers.TextIteratorStreamer(tokenizer)},
+        {"logits_processor": LogitsProcessorList([transformers.TopKLogitsWarper(3)])},
+        {"stopping_criteria": StoppingCriteriaList()},
+    ]
+    model = make_model("llama")
+    for watch, calls in ((True, own_code), (False, theirs)):
+        for kwargs in calls:
+            options = GenerateCall(model, (torch.tensor([PROMPT]),), kwargs).request_options()
+            assert options["watch"] is watch, kwargs

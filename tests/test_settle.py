@@ -142,7 +142,13 @@ def test_settling_is_not_the_callers_request():
     assert cache.last_report is answer.report and cache.reports == reports
     after = cache.stats.to_dict()
     changed = {name for name in after if after[name] != before[name]}
-    assert "settled_rows" in changed and changed <= {"settled_rows", "bytes_used", "bytes_total", "bytes_by_kind", "segments"}
+    assert "settled_rows" in changed and changed <= {
+        "settled_rows",
+        "bytes_used",
+        "bytes_total",
+        "bytes_by_kind",
+        "segments",
+    }
 
 
 def test_other_namespaces_are_not_settled():
