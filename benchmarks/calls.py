@@ -49,6 +49,35 @@ class Clock(BaseStreamer):
         pass
 
 
+class _Stamps:
+    """Stands in for a streamer's queue of text: notes when each piece arrives."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, text: str, timeout=None) -> None:
+        if text is not None:
+            synchronize()
+            self.times.append(time.perf_counter())
+
+
+class _Lines:
+    """Stands in for a tokenizer: every token is a line, which a streamer hands on at once."""
+
+    def decode(self, tokens, **options) -> str:
+        return "\n"
+
+
+def stamping_streamer() -> tuple[transformers.TextIteratorStreamer, list[float]]:
+    """
+    A streamer of transformers' own, as users pass it, and the list that the times of one prompt's tokens go to. Behind
+    a class of the caller's, such as `Clock`, a SuffixCache asks after each token whether the model is still the same.
+    """
+    streamer, stamps = transformers.TextIteratorStreamer(_Lines(), skip_prompt=True), _Stamps()
+    streamer.text_queue = stamps
+    return streamer, stamps.times
+
+
 @dataclass(frozen=True)
 class Answer:
     """
@@ -79,7 +108,7 @@ def ask(model, ids: list[int], new_tokens: int, cache=None, logits: bool = False
         forced (`list[int]`, *optional*): Tokens to generate instead of the greedy ones.
     """
     prompt = torch.tensor([ids], device=model.device)
-    clock = Clock()
+    streamer, times = stamping_streamer()
     options = {} if cache is None else {CACHE_ARGUMENT: cache}
     if forced is not None:
         options["logits_processor"] = transformers.LogitsProcessorList([Forced(len(ids), forced)])
@@ -93,15 +122,15 @@ def ask(model, ids: list[int], new_tokens: int, cache=None, logits: bool = False
         do_sample=False,
         min_new_tokens=new_tokens,
         max_new_tokens=new_tokens,
-        streamer=clock,
+        streamer=streamer,
         **options,
     )
     synchronize()
     total = time.perf_counter() - start
     tokens = (out.sequences if logits else out)[0, len(ids) :].tolist()
     rows = torch.cat(out.logits).float().cpu() if logits else None
-    steps = [later - sooner for sooner, later in zip(clock.times, clock.times[1:], strict=False)]
-    return Answer(tokens, clock.times[0] - start, total, steps, rows)
+    steps = [later - sooner for sooner, later in zip(times, times[1 : len(tokens)], strict=False)]
+    return Answer(tokens, times[0] - start, total, steps, rows)
 
 
 def kl_divergence(reference: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from benchmarks.speed_reuse import _kept
 from benchmarks.speed_runs import Peak, cache_bytes, passes_of, prefilled, rotated, rounds, row_bytes
 from hf_suffix_cache import SuffixCache, SuffixCacheConfig
 from hf_suffix_cache.planning import Span
-from tests.tiny_models import make_model, text
+from tiny_models import make_model, text
 
 
 class Letters:
