@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_suffix_cache import SuffixCache
-from hf_suffix_cache.store.store import growth_room
+from hf_suffix_cache.store.room import growth_room
 from reference import ask, check_pool, same_as_vanilla, stored
 from tiny_models import A, B, C, forget, head, make_model, new_text, old_text, question
 
@@ -161,3 +161,19 @@ def test_rows_of_a_dead_model_are_forgotten():
     gc.collect()
     ask(make_model("llama", seed=1), old_text(50, 2), cache, steps=1)
     assert len(cache._store.shelves) == 1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_answer_shorter_than_its_room_moves_no_row_when_it_is_stored(batch, monkeypatch):
+    """The call's own view still holds the rows behind an answer that ended early, and is about to give them back."""
+    model, cache, copied = make_model("llama"), SuffixCache(fidelity="exact"), []
+    monkeypatch.setattr("hf_suffix_cache.store.room.copy_rows", lambda *args: copied.append(args))
+    prompts = torch.tensor([old_text(70, 61 + row) for row in range(batch)])
+    answer = ask(model, prompts, steps=6).output[:, 70:]
+    ask(model, prompts, cache, steps=300, eos_token_id=answer[:, 2].tolist())
+    assert len(shelf_of(cache).sequences) == batch and copied == []
+    (first, *_) = shelf_of(cache).sequences
+    assert first.extent is not None and len(first.ids) < 100
+    if batch == 1:
+        assert shelf_of(cache).pool.free_behind(first.extent) >= growth_room(len(first.ids))
+    check_pool(cache)

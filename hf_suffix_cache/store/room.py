@@ -14,6 +14,9 @@ from .shelf import Sequence, Shelf
 
 PACK_WASTE = 1.25  # blocks that an extent's own rows hold over those that they fill, from which they are packed
 EXTENT_SHARE = 1 / 8  # of the stored rows: the most that kept extents hold of rows that recipes give as well
+GROWTH_ROWS = (
+    512  # room that a kept conversation finds behind it for its next turn, or half its length if that is more
+)
 PATIENCE = 8  # new conversations in a row after which nobody seems to continue any, and ...
 IDLE_SHARE = 1 / 64  # ... that share is this one, for the newest conversation as well
 
@@ -56,6 +59,45 @@ def make_room(
         shelf.remove(sequence)
         return 1
     return None
+
+
+def give_growth_room(shelf: Shelf, sequence: Sequence, view: Extent) -> None:
+    """
+    Move a conversation that has no room to grow, now that its answer is out: its next turn then goes on in place.
+    The room is a share of its length, so that a row is moved a bounded number of times. What the call's own `view`
+    still holds behind the last row is about to be free. Rows of a batch stay.
+    """
+    old, pool, columns = sequence.extent, shelf.pool, len(sequence.ids)
+    room = growth_room(columns)
+    if old is None or view.batch > 1:
+        return
+    own = old.slab is view.slab and old.start == view.start
+    behind = view.rows - old.rows + pool.free_behind(view) if own else pool.free_behind(old)
+    if behind >= room:
+        return
+    try:
+        new = pool.allocate(columns, spare=room)
+    except PoolExhausted:
+        return
+    if pool.free_behind(new) <= behind:
+        pool.release(new)
+        return
+    rows = np.arange(columns)
+    first, last = old.addresses(0, rows[[0, -1]]).tolist()
+    copy_rows(pool, old.addresses(0, rows), new, 0, rows, np.zeros_like(rows), {})
+    for segment in sequence.recipe.segments:
+        if first <= segment.addresses[0] <= last:
+            moved = segment.addresses - first + int(new.addresses(0, rows[:1])[0])
+            pool.retain_rows(moved)
+            pool.release_rows(segment.addresses)
+            segment.addresses = moved
+    shelf.keep_extent(sequence, new)
+    pool.release(new)
+
+
+def growth_room(columns: int) -> int:
+    """Free rows that a conversation of so many rows should have behind it."""
+    return max(GROWTH_ROWS, columns // 2)
 
 
 def _might_fit(pool: BlockPool, shelves: Collection[Shelf], rows: int) -> bool:

@@ -16,15 +16,11 @@ from .accounting import KINDS, Survey
 from .compaction import CompactionResult, compact_pool, empty_slabs
 from .consensus import Computed, learn
 from .cooling import cold_dtype, cool, ready
-from .gather import copy_rows
 from .pool import BlockPool, Budget, Extent, LayerShape
-from .room import demote_old, make_room, moved_rows, pack
+from .room import PATIENCE, demote_old, give_growth_room, growth_room, make_room, moved_rows, pack
 from .segments import DERIVED, EXACT, Segment
 from .shelf import Recipe, Sequence, Shelf, joined
 
-GROWTH_ROWS = (
-    512  # room that a kept conversation finds behind it for its next turn, or half its length if that is more
-)
 COMPACT_ROWS = 512  # most rows that are moved together after one call: 24 MB of SmolLM2-135M in fp32
 
 
@@ -171,7 +167,8 @@ class Store:
             shelf.add(sequence)
             shelf.unpin(sequence.recipe.segments)
             self._touch(sequence)
-            self._give_growth_room(shelf, sequence)
+            if self.config.keep_conversations and self._uncontinued < PATIENCE:
+                give_growth_room(shelf, sequence, draft.extent)
             self._demote_old()
             return sequence
 
@@ -392,34 +389,6 @@ class Store:
         expected = draft.expected_kl if approximate else None
         return Sequence(draft.ids, recipe, draft.exact, draft.prompt_length, draft.hops, expected_kl=expected)
 
-    def _give_growth_room(self, shelf: Shelf, sequence: Sequence) -> None:
-        """
-        Move a conversation that has no room to grow, now that its answer is out: its next turn then goes on in place.
-        The room is a share of its length, so that a row is moved a bounded number of times.
-        """
-        old, pool, columns = sequence.extent, shelf.pool, len(sequence.ids)
-        room = growth_room(columns)
-        if old is None or self.config.keep_conversations == 0 or pool.free_behind(old) >= room:
-            return
-        try:
-            new = pool.allocate(columns, spare=room)
-        except PoolExhausted:
-            return
-        if pool.free_behind(new) <= pool.free_behind(old):
-            pool.release(new)
-            return
-        rows = np.arange(columns)
-        first, last = old.addresses(0, rows[[0, -1]]).tolist()
-        copy_rows(pool, old.addresses(0, rows), new, 0, rows, np.zeros_like(rows), {})
-        for segment in sequence.recipe.segments:
-            if first <= segment.addresses[0] <= last:
-                moved = segment.addresses - first + int(new.addresses(0, rows[:1])[0])
-                pool.retain_rows(moved)
-                pool.release_rows(segment.addresses)
-                segment.addresses = moved
-        shelf.keep_extent(sequence, new)
-        pool.release(new)
-
     def _demote_old(self) -> None:
         """Keep the extents of the newest conversations; pack the rows of the others."""
         demote_old(list(self.shelves.values()), self.config.keep_conversations, self._uncontinued)
@@ -434,11 +403,6 @@ class Store:
                 if any(ready(shelf) for shelf in shelves) and empty_slabs(pool, shelves):
                     done += sum(cool(shelf, cold) for shelf in shelves)
         return done
-
-
-def growth_room(columns: int) -> int:
-    """Free rows that a conversation of so many rows should have behind it."""
-    return max(GROWTH_ROWS, columns // 2)
 
 
 def free_bytes(device: torch.device) -> int:
