@@ -32,7 +32,7 @@ HARMLESS = {"dropout", "scaling", "is_causal", "sliding_window", "position_ids",
 MOST_MASKS = 4  # as many kinds of layers as a model has masks for
 
 _lock = threading.Lock()
-_switched: dict[int, list] = {}  # id(config) -> [config, its own implementation, count]
+_counts: dict[int, int] = {}  # open passes by id(config)
 _thread = threading.local()
 
 
@@ -105,7 +105,7 @@ class Pass:
         grouped (`bool`): Whether grouped heads may be attended to in our own way.
         columns (`np.ndarray`, `[queries]`), total (`int`), *optional*: Column of each query, and of how many.
         pads (`np.ndarray`, `[batch]`, *optional*): Columns at the front of each row that hold no token.
-        configs (list): What the forward has switched.
+        configs (list): What the forward is to switch; `switched` (list): what it has.
     """
 
     probe: Probe | None = None
@@ -115,6 +115,7 @@ class Pass:
     total: int | None = None
     pads: np.ndarray | None = None
     configs: list = field(default_factory=list)
+    switched: list = field(default_factory=list)
     _bounds: list = field(default_factory=list)  # of the newest masks: (weak reference to the mask, bounds)
 
     def bounds(self, mask: torch.Tensor, block_rows: int) -> Bounds:
@@ -151,11 +152,11 @@ def open_pass(
         return
     outer = getattr(_thread, "current", None)
     current = Pass(probe, explicit_masks, grouped, columns, total, pads, attention_configs(model))
-    _begin(current)
     try:
+        _begin(current)
         yield
     finally:
-        _switch_back(current.configs)
+        _switch_back(current)
         _thread.current = outer
 
 
@@ -189,7 +190,7 @@ def end_forward() -> None:
         _thread.forward = None
         if _thread.current is current:
             _thread.current = None
-        _switch_back(current.configs)
+        _switch_back(current)
 
 
 @contextmanager
@@ -225,11 +226,32 @@ def own_implementation(model: PreTrainedModel) -> str:
     return _own(model.config.get_text_config(decoder=True))
 
 
-def register() -> None:
+def alias_of(name: str | None) -> str:
+    """
+    What a config says while its model is switched. It carries the implementation that the model has otherwise, so that
+    a copy of the config that is made meanwhile goes on as that one; spelled so that code of transformers that looks
+    for "flash" in it finds none.
+    """
+    return f"{NAME}:{(name or '').encode().hex()}"
+
+
+def named_by(alias: str | None) -> str | None:
+    """The implementation that an alias stands for; any other name as it is."""
+    if not is_alias(alias):
+        return alias
+    return bytes.fromhex(alias[len(NAME) + 1 :]).decode() or None
+
+
+def is_alias(name: str | None) -> bool:
+    """Whether a config says this while its model is switched."""
+    return name is not None and name.startswith(f"{NAME}:")
+
+
+def register(name: str) -> None:
     """Register attention and mask function with transformers; without the mask function no mask is made at all."""
-    if NAME not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(NAME, attention_forward)
-        AttentionMaskInterface.register(NAME, mask_function)
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, attention_forward)
+        AttentionMaskInterface.register(name, mask_function)
 
 
 def attention_forward(module, query, key, value, attention_mask, **kwargs):
@@ -303,36 +325,33 @@ def _is_plain(kwargs: dict) -> bool:
 
 
 def _own(config) -> str:
-    name = config._attn_implementation
-    if name != NAME:
-        return name
-    with _lock:  # it may be switched back meanwhile
-        entry = _switched.get(id(config))
-        return config._attn_implementation if entry is None else entry[1]
+    return named_by(config._attn_implementation)
 
 
 def _begin(current: Pass) -> None:
-    register()
-    _switch(current.configs)
-    _thread.current = current
+    _thread.current = current  # first: what is switched from here on is known to whoever ends the pass
+    _switch(current)
 
 
-def _switch(configs: list) -> None:
+def _switch(current: Pass) -> None:
+    """Count each config's passes; what has been switched is noted one by one, for an interrupt may come anywhere."""
     with _lock:
-        for config in configs:
-            entry = _switched.setdefault(id(config), [config, None, 0])
-            if config._attn_implementation_internal != NAME:
-                entry[1] = config._attn_implementation_internal  # maybe another than before: the caller may set it
-            entry[2] += 1
-            config._attn_implementation_internal = NAME
+        for config in current.configs:
+            _counts[id(config)] = _counts.get(id(config), 0) + 1
+            current.switched.append(config)
+            own = config._attn_implementation_internal
+            if not is_alias(own):
+                register(alias_of(own))
+                config._attn_implementation_internal = alias_of(own)
 
 
-def _switch_back(configs: list) -> None:
+def _switch_back(current: Pass) -> None:
     with _lock:
-        for config in configs:
-            entry = _switched[id(config)]
-            entry[2] -= 1
-            if entry[2] == 0:
-                if config._attn_implementation_internal == NAME:
-                    config._attn_implementation_internal = entry[1]
-                del _switched[id(config)]
+        while current.switched:
+            config = current.switched[-1]
+            if _counts[id(config)] == 1:
+                config._attn_implementation_internal = named_by(config._attn_implementation_internal)
+                del _counts[id(config)]
+            else:
+                _counts[id(config)] -= 1
+            current.switched.pop()

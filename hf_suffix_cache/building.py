@@ -50,7 +50,7 @@ def library(name: str, device: str = "cpu") -> ctypes.CDLL | None:
         name (`str`): `"lookup"` or `"rows"`.
         device (`str`, *optional*, defaults to `"cpu"`): Device that its memory lies on, with or without an index.
     """
-    if os.environ.get("HF_SUFFIX_CACHE_KERNELS") == "off":
+    if _off():
         return None
     key = (name, device.partition(":")[0])
     if key not in _libraries:
@@ -80,6 +80,7 @@ def build(names=None, verbose: bool = False) -> dict[str, Path]:
             raise ValueError(f"there is no kernel {name!r}: choose from {kernel_names()}.")
         for device in _devices(name):
             built[name if device == "cpu" else f"{name}:{device}"] = _build(name, device, verbose)
+            _failures.pop((name, device), None)
     forget()
     return built
 
@@ -91,11 +92,13 @@ def build_in_background() -> threading.Thread | None:
     Nothing happens where compiler, ninja or filelock are missing, or if `HF_SUFFIX_CACHE_BUILD=0`.
     """
     global _started
-    off = os.environ.get("HF_SUFFIX_CACHE_BUILD") == "0" or os.environ.get("HF_SUFFIX_CACHE_KERNELS") == "off"
-    if _started or off or missing_tools():
+    if _started or os.environ.get("HF_SUFFIX_CACHE_BUILD") == "0" or _off() or missing_tools():
         return None
     _started = True
-    if all(_target(name, device).exists() for name in kernel_names() for device in _devices(name)):
+    try:
+        if all(_target(name, device).exists() for name in kernel_names() for device in _devices(name)):
+            return None
+    except (OSError, RuntimeError):  # the home folder can't be read or named: nowhere to build to
         return None
     thread = threading.Thread(target=_build_beside, name="hf_suffix_cache build", daemon=True)
     thread.start()
@@ -104,7 +107,7 @@ def build_in_background() -> threading.Thread | None:
 
 def status() -> dict[str, str]:
     """What is known of each kernel: where it lies, that it is not built, or why it can't be."""
-    if os.environ.get("HF_SUFFIX_CACHE_KERNELS") == "off":
+    if _off():
         return dict.fromkeys(kernel_names(), "off")
     words = {}
     for name in kernel_names():
@@ -135,6 +138,19 @@ def missing_tools() -> list[str]:
     except ImportError:
         missing.append("filelock")
     return missing
+
+
+def _off() -> bool:
+    """Whether only the references are to serve."""
+    return os.environ.get("HF_SUFFIX_CACHE_KERNELS", "").lower() in ("off", "0")
+
+
+def _loads(path: Path) -> bool:
+    """Whether there is a library, and a whole one."""
+    try:
+        return path.exists() and ctypes.CDLL(str(path)) is not None
+    except OSError:
+        return False
 
 
 def _devices(name: str) -> list[str]:
@@ -197,13 +213,13 @@ def _fail(name: str, device: str, error: object) -> None:
 
 def _build(name: str, device: str, verbose: bool) -> Path:
     target = _target(name, device)
-    if target.exists():
+    if _loads(target):
         return target
     from filelock import FileLock
 
     target.parent.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent.with_suffix(".lock")):
-        if target.exists():  # somebody else was faster
+        if _loads(target):  # somebody else was faster
             return target
         with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".building-") as folder:
             made = _compile(name, device, Path(folder), verbose)
@@ -252,6 +268,6 @@ def _build_beside() -> None:
         done = subprocess.CompletedProcess(command, 1, "", str(error))
     for name in kernel_names():
         for device in _devices(name):
-            if not _target(name, device).exists():
+            if not _loads(_target(name, device)):
                 _fail(name, device, done.stderr.strip()[-2000:] or f"the build ended with status {done.returncode}")
     forget()

@@ -169,34 +169,32 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
 def hooked(model):
     """One counted pair of hooks on a model; they act on the view that they find in a forward's arguments."""
     with _lock:
-        entry = _hooked.setdefault(model, [0, None, ()])
-        if entry[0] == 0:
-            entry[1], entry[2] = _hook(model), groupable_configs(model)
+        entry = _hooked.setdefault(model, [0, [], ()])
         entry[0] += 1
-    try:
+    try:  # whatever stands in here is undone also after an interrupt
+        with _lock:
+            if not entry[1]:
+                entry[2] = groupable_configs(model)
+                _hook(model, entry[1])
         yield
     finally:
         end_forward()  # of a forward that an interrupt ended without its hooks
         with _lock:
             entry[0] -= 1
             if entry[0] == 0:
-                entry[1]()
                 _hooked.pop(model, None)
+                while entry[1]:
+                    entry[1].pop()()
 
 
-def _hook(model):
-    """Put the pair on a model; returns what takes it off."""
+def _hook(model, undo: list[Callable[[], None]]) -> None:
+    """Put the pair on a model; what takes it off again goes to `undo`."""
     compiled = vars(model).get("_compiled_call_impl")
     if compiled is not None:
-        return _hook_compiled(model, compiled)
-    before = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    after = model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
-
-    def unhook():
-        before.remove()
-        after.remove()
-
-    return unhook
+        undo.append(_hook_compiled(model, compiled))
+        return
+    undo.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True).remove)
+    undo.append(model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True).remove)
 
 
 def _hook_compiled(model, compiled):

@@ -85,6 +85,7 @@ class Passes(Forwards):
         if len(groups) > 1:
             for members in groups:
                 self._run_group(model, kwargs, members)
+            self._say_reasons()
             last = self.only_kept(kwargs)
         else:
             last = self._compute(model, kwargs)
@@ -150,8 +151,18 @@ class Passes(Forwards):
         self.groups.append(group)
         self.report.computed_rows += group.report.computed_rows
         self.report.equivalent_rows += group.report.equivalent_rows
-        reasons = {part.report.reason: None for part in self.groups if part.report.reason}
-        self.report.reason = "; ".join(reasons) or self.report.reason
+
+    def _say_reasons(self) -> None:
+        """The groups' reasons; one that does not hold for all of them names its prompts, counted from 1."""
+        parts: dict[str, list[int]] = {}
+        for group in self.groups:
+            if group.report.reason:
+                numbers = range(group.first_prompt + 1, group.first_prompt + 1 + len(group.rows))
+                parts.setdefault(group.report.reason, []).extend(numbers)
+        for reason, numbers in parts.items():
+            if len(numbers) < len(self.rows):
+                reason = f"prompt {', '.join(map(str, numbers))} of the batch: {reason}"
+            self.report.reason = f"{self.report.reason}; {reason}" if self.report.reason else reason
 
     def _of_rows(self, value, rows: slice):
         """Some batch rows of an argument `[batch, ...]`; others, and what all rows share, as they are."""
@@ -188,7 +199,8 @@ class Passes(Forwards):
             return
         self.report.take_features(found, self.rule)
         self.report.expected_kl = None if None in expected else max(expected)
-        self.report.level = max(levels, key=LEVEL_NAMES.index) if levels else None
+        # the batch was not held to more than the prompt that was repaired least
+        self.report.level = min(levels, key=LEVEL_NAMES.index) if levels else None
 
     @property
     def reach(self) -> np.ndarray | None:

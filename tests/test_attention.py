@@ -1,5 +1,6 @@
 """The registered attention function: who gets it, what it delegates to, what the probe reads."""
 
+import copy
 import threading
 
 import pytest
@@ -10,18 +11,19 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_suffix_cache import SuffixCache, attention, grouped
 from hf_suffix_cache.attention import (
-    NAME,
     Probe,
+    alias_of,
     attention_weights,
     begin_forward,
     end_forward,
     groupable_configs,
+    is_alias,
     open_pass,
     own_implementation,
     ungrouped,
 )
-from reference import Recorder, ask, same_answer, stored
-from tiny_models import A, B, C, head, living_models, make_model, question
+from reference import Recorder, ask, same_answer, same_as_vanilla, stored
+from tiny_models import A, B, C, head, living_models, make_model, old_text, question
 
 IDS = torch.tensor([head(0, 40)])
 STORED = head(0) + A + B + C + question(0)
@@ -100,7 +102,7 @@ def test_probe_changes_no_answer_and_leaves_the_model_as_it_was():
     model = make_model("mistral")
     want = logits(model)
     with open_pass(model, Probe(8, 0)):
-        assert model.config._attn_implementation == NAME
+        assert is_alias(model.config._attn_implementation)
         assert own_implementation(model) == "sdpa"
         assert torch.equal(logits(model), want)
     assert model.config._attn_implementation == "sdpa"
@@ -131,8 +133,8 @@ def test_switch_is_counted_and_goes_back_after_an_exception(flash_calls):
     model.set_attn_implementation("maskless")
     with pytest.raises(KeyboardInterrupt), open_pass(model):
         with open_pass(model, Probe(8, 0)):
-            assert model.config._attn_implementation == NAME
-        assert model.config._attn_implementation == NAME  # the outer pass is still open
+            assert is_alias(model.config._attn_implementation)
+        assert is_alias(model.config._attn_implementation)  # the outer pass is still open
         raise KeyboardInterrupt
     assert model.config._attn_implementation == "maskless"
 
@@ -147,7 +149,9 @@ def test_model_set_to_flash_attention_runs_scattered_passes_as_sdpa(flash_calls)
     assert got.report.shifted_tokens and got.report.repaired_tokens
     same_answer(got, want)  # what the same request gives under sdpa, where the model builds its masks
     assert set(flash_calls) == {1}  # decoding went on as the model's own
-    assert NAME in ALL_MASK_ATTENTION_FUNCTIONS  # attention without its mask function would make no mask at all
+    assert (
+        alias_of("sdpa") in ALL_MASK_ATTENTION_FUNCTIONS
+    )  # attention without its mask function would make no mask at all
 
 
 def test_attention_weights_equal_a_loop_over_heads():
@@ -209,7 +213,7 @@ def test_callbacks_see_the_models_own_implementation_and_a_change_of_it_stays(gr
 def test_change_while_a_forward_is_open_is_not_undone():
     model = make_model("llama")
     begin_forward(groupable_configs(model))
-    assert model.config._attn_implementation == NAME
+    assert is_alias(model.config._attn_implementation)
     model.set_attn_implementation("eager")
     assert own_implementation(model) == "eager"
     end_forward()
@@ -237,7 +241,7 @@ def test_threads_without_a_forward_of_ours_get_stock_in_the_middle_of_one(groupe
         def __call__(self, module, args, output):
             if threading.current_thread() is threading.main_thread() and "plain" not in results:
                 before = len(grouped_calls)
-                assert model.config._attn_implementation == NAME
+                assert is_alias(model.config._attn_implementation)
                 thread = threading.Thread(target=lambda: results.update(plain=logits(model)))
                 thread.start()
                 thread.join()
@@ -263,7 +267,7 @@ def test_model_is_as_it_was_after_an_exception_in_a_forward(error, attached):
 
     def fail(module, args, output):
         if armed:
-            assert model.config._attn_implementation == NAME
+            assert is_alias(model.config._attn_implementation)
             raise error("on purpose")
 
     handle = model.model.layers[1].register_forward_hook(fail)
@@ -279,7 +283,7 @@ def test_model_is_as_it_was_after_an_exception_in_a_forward(error, attached):
     finally:
         handle.remove()
     assert model.config._attn_implementation == "sdpa"
-    assert not attention._switched
+    assert not attention._counts
     assert getattr(attention._thread, "current", None) is None
     same_answer(ask(model, STORED, cache), ask(model, STORED))
 
@@ -301,7 +305,7 @@ def test_interrupted_forward_under_attach_does_not_hold_up_the_next_one():
         got = model(ids).logits
         assert model.config._attn_implementation == "sdpa"
     handle.remove()
-    assert not attention._switched
+    assert not attention._counts
     assert torch.allclose(got[:, -1], logits(model, ids)[:, -1], atol=1e-4)
 
 
@@ -324,7 +328,7 @@ def test_nothing_is_switched_in_a_forward_that_is_part_of_a_graph():
         with open_pass(model, columns=columns, total=9):
             assert model.config._attn_implementation == "sdpa"
     with open_pass(model, columns=columns, total=9):
-        assert model.config._attn_implementation == NAME  # control
+        assert is_alias(model.config._attn_implementation)  # control
 
 
 @pytest.mark.parametrize("change", [{"dropout": 0.1}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(1)}])
@@ -350,3 +354,18 @@ def test_arguments_that_change_the_arithmetic_are_left_to_the_model(change, grou
     finally:
         attention._implementation = original
         end_forward()
+
+
+@pytest.mark.parametrize("attention_name", ["sdpa", "eager"])
+def test_a_copy_made_while_a_model_is_switched_goes_on_as_the_model(attention_name):
+    model = make_model("llama", attention=attention_name)
+    ids = torch.tensor([old_text(20, 1)])
+    want = model(ids).logits
+    with open_pass(model, Probe(4, 0)):
+        assert is_alias(model.config._attn_implementation)
+        copied = copy.deepcopy(model)
+    assert model.config._attn_implementation == attention_name
+    assert attention.own_implementation(copied) == attention_name
+    assert torch.equal(copied(ids).logits, want)
+    same_as_vanilla(copied, old_text(30, 2), SuffixCache())
+    assert not attention._counts

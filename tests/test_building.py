@@ -179,3 +179,16 @@ def test_build_command_with_a_broken_source_fails(sources, capsys):
     (sources / "toy.cpp").write_text("int broken = ;")
     assert command.main(["build"]) == 2
     assert "broken" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("home", ["unnamed", "unreadable"])
+def test_home_that_can_not_be_used_leaves_the_references(home, monkeypatch):
+    def lost(*args):
+        raise RuntimeError("Could not determine home directory.") if home == "unnamed" else PermissionError("home")
+
+    monkeypatch.delenv("HF_SUFFIX_CACHE_BUILD", raising=False)
+    monkeypatch.delenv("HF_SUFFIX_CACHE_KERNELS", raising=False)
+    monkeypatch.setattr(building, "_started", False)
+    monkeypatch.setattr(building, "missing_tools", list)
+    monkeypatch.setattr(building, "_target", lost)
+    assert building.build_in_background() is None

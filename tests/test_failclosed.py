@@ -1,6 +1,7 @@
 """O9: what is not understood gets vanilla behaviour and a reason; what breaks off leaves nothing."""
 
 import copy
+import functools
 import gc
 import pickle
 import weakref
@@ -460,12 +461,19 @@ def test_only_code_of_the_callers_own_is_watched():
     class Streamer(transformers.TextStreamer):
         pass
 
-    replaced = transformers.TextStreamer(tokenizer)
+    replaced, partly = transformers.TextStreamer(tokenizer), transformers.TextStreamer(tokenizer)
     replaced.put = lambda value: None
+    partly.on_finalized_text = functools.partial(print, end="")
+
+    class Processors(LogitsProcessorList):
+        pass
+
     own_code = [
         {"stopping_criteria": StoppingCriteriaList([Criteria()])},
         {"streamer": Streamer(tokenizer)},
         {"streamer": replaced},
+        {"streamer": partly},
+        {"logits_processor": Processors()},
         {"prefix_allowed_tokens_fn": lambda batch, ids: [1]},
         {"logits_processor": LogitsProcessorList([transformers.PrefixConstrainedLogitsProcessor(list, 1)])},
         {"assistant_model": make_model("llama")},
@@ -482,3 +490,5 @@ def test_only_code_of_the_callers_own_is_watched():
         for kwargs in calls:
             options = GenerateCall(model, (torch.tensor([PROMPT]),), kwargs).request_options()
             assert options["watch"] is watch, kwargs
+    by_position = (torch.tensor([PROMPT]), None, None, StoppingCriteriaList([Criteria()]))
+    assert GenerateCall(model, by_position, {}).request_options()["watch"]

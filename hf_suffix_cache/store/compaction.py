@@ -1,10 +1,12 @@
 """Moving stored rows together: blocks that are filled in part are packed, and free blocks form long ranges again."""
 
 from collections.abc import Sequence as Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
+from ..config import PoolExhausted
 from .accounting import Layout, Survey
 from .pool import SLAB_BITS, BlockPool
 from .shelf import Shelf
@@ -32,10 +34,12 @@ def compact_pool(pool: BlockPool, shelves: Collection[Shelf], max_rows: int | No
         max_rows (`int`, *optional*): Most rows that are moved; the emptiest blocks go first.
     """
     survey = Survey(pool, shelves)
-    before = pool.blocks_used
-    moved = _pack(survey, max_rows)
-    if max_rows is None:
-        moved += _to_the_front(survey) + _out_of_small_slabs(survey)
+    before, moved = pool.blocks_used, 0
+    with suppress(PoolExhausted):  # the device has less memory than the budget: rows stay where they are
+        moved += _pack(survey, max_rows)
+        if max_rows is None:
+            moved += _to_the_front(survey)
+            moved += _out_of_small_slabs(survey)
     return CompactionResult(moved, before - pool.blocks_used)
 
 
@@ -44,7 +48,14 @@ def make_range(pool: BlockPool, shelves: Collection[Shelf], rows: int) -> bool:
     Move stored rows aside so that an extent of `rows` rows can be had: a free range, or a slab less in favour of a
     larger one. False, and next to nothing has been moved, where that can't be.
     """
-    survey = Survey(pool, shelves)
+    try:
+        return _make_range(Survey(pool, shelves), rows)
+    except PoolExhausted:  # the device has less memory than the budget
+        return False
+
+
+def _make_range(survey: Survey, rows: int) -> bool:
+    pool = survey.pool
     blocks = pool.round_up(rows) // pool.block_size
     free, left = _free_rows(pool, None), _new_rows(pool, None)
     if free + _waste_rows(survey) + left < rows:
@@ -78,7 +89,8 @@ def empty_slabs(pool: BlockPool, shelves: Collection[Shelf]) -> int:
     used = [int(np.count_nonzero(slab.references)) for slab in warm]
     free = [len(slab.references) - count for slab, count in zip(warm, used, strict=True)]
     if any(count <= sum(free) - own for count, own in zip(used, free, strict=True)):
-        _out_of_small_slabs(Survey(pool, shelves))
+        with suppress(PoolExhausted):
+            _out_of_small_slabs(Survey(pool, shelves))
     return taken - pool.budget.taken
 
 

@@ -32,7 +32,7 @@ def cool(shelf: Shelf, cold: torch.dtype) -> int:
     Returns:
         `int`: Segments that were converted.
     """
-    segments = ready(shelf)
+    segments = [segment for segment in ready(shelf) if _fits(shelf, segment, cold)]
     while segments and not pack(shelf.pool, segments, cold):
         segments = segments[: len(segments) // 2]
     inexact = set()
@@ -45,6 +45,23 @@ def cool(shelf: Shelf, cold: torch.dtype) -> int:
         for sequence in [each for each in shelf.sequences if not inexact.isdisjoint(each.recipe.segments)]:
             shelf.set_exact(sequence, exact_rows(sequence))
     return len(segments)
+
+
+def _fits(shelf: Shelf, segment: Segment, cold: torch.dtype) -> bool:
+    """
+    Whether the dtype can hold these rows; those that it can't hold stay as they are for good. fp16 ends at 65,504,
+    which values of a model in fp32 or bf16 may pass; bf16 holds all of fp32, and rows of 8 bit have a scale.
+    """
+    if cold is not torch.float16:
+        return True
+    for slab, rows, _ in shelf.pool.by_slab(segment.addresses):
+        index = torch.from_numpy(rows)
+        for tensor in (*slab.keys.values(), *slab.values.values()):
+            largest = tensor.index_select(2, index.to(tensor.device)).abs().amax()
+            if largest > torch.finfo(torch.float16).max:
+                del shelf.warm[segment]
+                return False
+    return True
 
 
 def exact_rows(sequence: Sequence) -> int:

@@ -53,11 +53,12 @@ class Budget:
     def __init__(self, max_bytes: int | None):
         self.max_bytes = max_bytes
         self.taken = 0
+        self.refused = False  # the device had no memory for a slab, whatever `max_bytes` says; until it is asked again
 
     @property
     def left(self) -> int:
         """Bytes still to be had; before `max_bytes` is known, nothing."""
-        return 0 if self.max_bytes is None else self.max_bytes - self.taken
+        return 0 if self.max_bytes is None or self.refused else self.max_bytes - self.taken
 
 
 class Slab:
@@ -347,6 +348,7 @@ class BlockPool:
             del self.slabs[slab.number]
         freed = sum(slab.num_bytes for slab in empty)
         self.budget.taken -= freed
+        self.budget.refused = self.budget.refused and not freed
         return freed
 
     def _largest_range(self) -> tuple[Slab | None, int, int]:
@@ -375,6 +377,7 @@ class BlockPool:
         try:
             slab = Slab(self._next_number, min(self.round_up(wanted), left), self.block_size, self.groups, cold)
         except (RuntimeError, MemoryError) as error:  # out of memory, as torch says it
+            self.budget.refused = True
             raise PoolExhausted(f"the device has no room for another slab: {error}") from error
         self._next_number += 1
         self.slabs[slab.number] = slab

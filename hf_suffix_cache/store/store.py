@@ -89,6 +89,7 @@ class Store:
         with self.lock:
             self._release_orphans()
             pool = shelf.pool
+            self.budget.refused = False  # the device may have memory again
             wanted, fits = batch * pool.round_up(rows), None
             while wanted * pool.row_bytes <= self.budget.max_bytes:
                 try:
@@ -106,9 +107,12 @@ class Store:
             return None
         needed = extent.batch * extent.rows * shelf.pool.row_bytes
         return (
-            f"the call needed {needed:,} bytes, and `max_bytes` ({self.budget.max_bytes:,}) had no room for them: it "
-            "ran in memory of its own, and nothing of it was stored"
+            f"the call needed {needed:,} bytes, and {self._limit()} had no room for them: it ran in memory of its "
+            "own, and nothing of it was stored"
         )
+
+    def _limit(self) -> str:
+        return "the device" if self.budget.refused else f"`max_bytes` ({self.budget.max_bytes:,})"
 
     def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
         """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
