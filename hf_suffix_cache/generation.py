@@ -173,7 +173,8 @@ def hooked(model):
         entry[0] += 1
     try:  # whatever stands in here is undone also after an interrupt
         with _lock:
-            if not entry[1]:
+            if entry[0] == 1:
+                _take_off(entry[1])  # what an interrupt has left of an earlier call's
                 entry[2] = groupable_configs(model)
                 _hook(model, entry[1])
         yield
@@ -182,9 +183,15 @@ def hooked(model):
         with _lock:
             entry[0] -= 1
             if entry[0] == 0:
+                _take_off(entry[1])
                 _hooked.pop(model, None)
-                while entry[1]:
-                    entry[1].pop()()
+
+
+def _take_off(undo: list[Callable[[], None]]) -> None:
+    """Undo in reverse order; each is forgotten only when it is done."""
+    while undo:
+        undo[-1]()
+        undo.pop()
 
 
 def _hook(model, undo: list[Callable[[], None]]) -> None:
