@@ -1,5 +1,6 @@
 """Large pages under slabs."""
 
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ def advised(tensor: torch.Tensor) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux" or not SETTING.exists(), reason="this kernel has no large pages")
 def test_slabs_ask_for_large_pages_and_small_tensors_do_not():
-    other = torch.empty(16 * LARGE_PAGE, dtype=torch.uint8)
+    # a mapping of its own: the allocator may hand out memory that a slab has left, advice and all
+    other = torch.frombuffer(mmap.mmap(-1, 16 * LARGE_PAGE), dtype=torch.uint8)
     assert not advised(other)  # control
     shape = LayerShape(2, 64, 64, torch.float32, torch.device("cpu"))
     pool = BlockPool((shape,) * 4, 16, Budget(256 << 20))
