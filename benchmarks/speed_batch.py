@@ -11,10 +11,10 @@ How the prompts of a batch should run that are served differently (SmolLM2-135M-
     python -m benchmarks.speed_batch                       # about 6 minutes on 2 cores
     python -m benchmarks.speed_batch --n 2 --sizes 4 --output .cache/look
 
-A first look (one thread of a loaded machine, a pass over 4 x 118 scattered rows of 500, 3 rounds): slots 3.9 s, groups
-4.2 s, together 8.8 s (269 rows of each prompt). So slots would save a few hundredths of a call; groups are what the
-package does, because they need no write per query, no 4-D masks (which not all models take, and which would have to be
-made for each kind of layer) and no filled-up rows, and each prompt gets a policy, a level and a filter of its own.
+First looks (one thread of a machine at other work, 2 and 3 rounds, not in the CSV): slots take 0.93 to 0.95 of what
+groups take, all prompts together 1.8 (4 prompts) and 2.4 (8) of it. Groups are what the package does nevertheless: they
+need no write per query, no 4-D masks (which not all models take, and which would have to be made for each kind of
+layer) and no filled-up rows, and each prompt gets a policy, a level and a filter of its own.
 """
 
 from dataclasses import dataclass

@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 BLOCK_ROWS = 32  # queries of one block: the CPU's sdpa works on 32 at a time, larger blocks only see more keys
 PACKED_ROWS = 64  # groups x queries up to which queries are packed behind each key head, their mask repeated
 
-# What one layer takes, ours / stock in ms (2-core Zen 5, one thread, torch 2.13; benchmarks/speed_attention.py):
+# What one layer takes, ours / stock in ms (2 AMD EPYC cores, one thread, torch 2.13). One-off runs, not in a CSV yet:
+# benchmarks/speed_attention.py repeats them.
 #   one token, no mask           512 keys      4,096 keys    16,384 keys
 #   9q/3kv/d64    fp32           0.08 / 0.08   0.63 / 0.71   2.52 / 3.43
 #                 bf16           0.11 / 0.50   0.65 / 3.31   2.54 / 13.3
@@ -197,8 +198,8 @@ def visible_bounds(mask: torch.Tensor, block_rows: int = BLOCK_ROWS) -> Bounds:
 
     Returns:
         For each batch row a list of `(start, stop, first, last)`: queries `[start, stop)` see nothing outside of keys
-        `[first, last)`. A block without any visible key (padding) gets all keys: what the model's own attention makes
-        of such a row depends on them.
+        `[first, last)`. A block without any visible key (padding) gets all keys. A row without any that
+        shares its block with others may get fewer than in the model's own attention; nothing reads such rows.
     """
     if mask.dtype != torch.bool:
         # half of the lowest value and below weighs nothing beside any other score; a bias on top of it stays below

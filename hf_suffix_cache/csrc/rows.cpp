@@ -210,6 +210,19 @@ void add(const Rows& rows, int64_t heads, int64_t dim, int64_t count, const int6
     });
 }
 
+// Call `run` with a value of the type that a kind of floats is stored in.
+template <typename Run>
+void run_for(int64_t kind, const Run& run) {
+    switch (kind) {
+        case kFloat32: run(float{}); break;
+        case kFloat64: run(double{}); break;
+        case kBFloat16: run(BFloat16{}); break;
+#ifdef __FLT16_MAX__
+        case kFloat16: run(_Float16{}); break;
+#endif
+    }
+}
+
 }  // namespace
 
 // Run i copies rows [from[i], from[i] + length[i]) of every layer and head to rows from to[i] on, turned by row
@@ -249,14 +262,7 @@ extern "C" int64_t rows_subtract(const void* fresh, int64_t fresh_head, int64_t 
     const auto run = [&](auto stored) {
         subtract<decltype(stored)>(now, before, heads, dim, count, place, columns, into, out, turn, threads);
     };
-    switch (kind) {
-        case kFloat32: run(float{}); break;
-        case kFloat64: run(double{}); break;
-        case kBFloat16: run(BFloat16{}); break;
-#ifdef __FLT16_MAX__
-        case kFloat16: run(_Float16{}); break;
-#endif
-    }
+    run_for(kind, run);
     return 0;
 }
 
@@ -272,13 +278,6 @@ extern "C" int64_t rows_add(void* rows, int64_t head_step, int64_t row_step, int
     const auto run = [&](auto stored) {
         add<decltype(stored)>(target, heads, dim, count, columns, which, estimate, turn, threads);
     };
-    switch (kind) {
-        case kFloat32: run(float{}); break;
-        case kFloat64: run(double{}); break;
-        case kBFloat16: run(BFloat16{}); break;
-#ifdef __FLT16_MAX__
-        case kFloat16: run(_Float16{}); break;
-#endif
-    }
+    run_for(kind, run);
     return 0;
 }
