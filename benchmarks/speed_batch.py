@@ -12,7 +12,7 @@ How the prompts of a batch should run that are served differently (SmolLM2-135M-
     python -m benchmarks.speed_batch --n 2 --sizes 4 --output .cache/look
 
 First looks (one thread of a machine at other work, 2 and 3 rounds, not in the CSV): slots take 0.93 to 0.95 of what
-groups take, all prompts together 1.8 (4 prompts) and 2.4 (8) of it. Groups are what the package does all the same: they
+groups take, all prompts together 1.8 (4 prompts) and 2.4 (8) of it. Groups are what the package does still: they
 need no write per query, no 4-D masks (which not all models take, and which would have to be made for each kind of
 layer) and no filled-up rows, and each prompt gets a policy, a level and a filter of its own.
 """
