@@ -25,8 +25,10 @@ from benchmarks.speed_lookup import (
 from benchmarks.speed_runs import SpeedOptions, add_median
 from hf_suffix_cache import SuffixCacheConfig
 from hf_suffix_cache.prompt import SHIFTED
+from hf_suffix_cache.store.drafts import Draft
 from hf_suffix_cache.store.gather import copy_rows
-from hf_suffix_cache.store.store import Draft, Store
+from hf_suffix_cache.store.scopes import Place
+from hf_suffix_cache.store.store import Store
 
 MODEL, DTYPE = "none, shapes of an 8B model", "bfloat16"
 FREQUENCIES = {ROTARY: 500000.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)}
@@ -64,7 +66,7 @@ class Traffic:
     def __init__(self, layers: int, max_bytes: int, block_size: int = 16, touched: int = 0, seed: int = 0):
         self.config = SuffixCacheConfig(max_bytes=max_bytes, block_size=block_size)
         self.store = Store(self.config)
-        self.shelf = self.store.shelf("model", ("scope",), shapes(layers))
+        self.shelf = self.store.shelf("model", Place(), shapes(layers))
         self.rng = np.random.default_rng(seed)
         if touched:
             extent = self.shelf.pool.allocate(touched)

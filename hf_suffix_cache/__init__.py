@@ -6,6 +6,7 @@ from .config import PoolExhausted, SuffixCacheConfig, UnsupportedModelError
 from .diagnosis import diagnose
 from .generation import uninstall
 from .planning import Span
+from .registration import system_turn
 from .report import ReuseReport
 
 __version__ = "0.1.0"
@@ -19,5 +20,6 @@ __all__ = [
     "SuffixCacheConfig",
     "UnsupportedModelError",
     "diagnose",
+    "system_turn",
     "uninstall",
 ]

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from .calibrating import calibrate, fingerprint
 from .capabilities import CapabilityTable
 from .capability import Capability, input_device
 from .comparison import Comparison, compare
-from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names
+from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names, check_ttl
 from .identity import Identity, IdentityTable, refusal
 from .inputs import Refused
 from .private import PrivateView
@@ -30,6 +31,7 @@ from .report import CacheStats, ReuseReport
 from .request import Request
 from .settling import Settlement, Settler, settle, settle_answer
 from .store.compaction import CompactionResult
+from .store.scopes import Place, Scope, session_scope
 from .store.shelf import Sequence
 from .store.store import Store
 from .view import View
@@ -37,11 +39,13 @@ from .view import View
 logger = logging.getLogger("hf_suffix_cache")
 
 NUM_REPORTS = 256
+MAX_OLD_STATS = 1024  # statistics of sessions that are over, before they are looked through
 HARD_KL = 0.1  # nats; expected of few-shot examples in new order, five times what passages show
 PER_CALL = (  # settings that a handle may have of its own
     "fidelity max_kl workload repair repair_fraction drift seam_tokens tail_tokens min_match_tokens heal_rows "
-    "heal_order settle store"
+    "heal_order settle store share_prefix"
 ).split()
+_UNSET = object()
 _said: set[str] = set()  # hints that this process has given
 _shared_lock = threading.Lock()
 _shared: list["SuffixCache"] = []
@@ -50,8 +54,8 @@ _shared: list["SuffixCache"] = []
 class _Owned:
     """What all handles on one store share."""
 
-    def __init__(self, config: SuffixCacheConfig):
-        self.store = Store(config)
+    def __init__(self, config: SuffixCacheConfig, clock: Callable[[], float]):
+        self.store = Store(config, clock)
         self.capabilities = CapabilityTable()
         self.identities = IdentityTable(own_implementation)
         self.calibration = builtin()
@@ -64,6 +68,24 @@ class _Owned:
             evictions=lambda: self.store.evictions,
             bytes_by_kind=lambda: self.store.bytes_by_kind(),
         )
+        self._session_stats: dict[Scope, CacheStats] = {}
+        self._lock = threading.Lock()
+
+    def stats_of(self, scope: Scope) -> CacheStats:
+        """The totals of one session. Those that the store has forgotten begin anew."""
+        store = self.store
+        with self._lock:
+            if len(self._session_stats) > 2 * len(store.sessions) + MAX_OLD_STATS:
+                known = set(store.sessions)
+                self._session_stats = {each: held for each, held in self._session_stats.items() if each in known}
+            if scope not in self._session_stats:
+                self._session_stats[scope] = CacheStats(
+                    bytes_used=lambda: sum(shelf.bytes_used for shelf in store.shelves_of(scope)),
+                    bytes_total=lambda: sum(shelf.bytes_used for shelf in store.shelves_of(scope)),
+                    segments=lambda: sum(len(shelf.segments) for shelf in store.shelves_of(scope)),
+                    evictions=lambda: sum(shelf.evictions for shelf in store.shelves_of(scope)),
+                )
+            return self._session_stats[scope]
 
 
 class SuffixCache(PrivateView):
@@ -73,6 +95,7 @@ class SuffixCache(PrivateView):
 
     Args:
         config (`SuffixCacheConfig`, *optional*): Settings; or give any of its fields by keyword.
+        clock (callable, *optional*, defaults to `time.monotonic`): Seconds, by which sessions expire.
 
     Example:
 
@@ -83,20 +106,26 @@ class SuffixCache(PrivateView):
     ```
     """
 
-    def __init__(self, config: SuffixCacheConfig | None = None, **fields):
+    def __init__(
+        self, config: SuffixCacheConfig | None = None, *, clock: Callable[[], float] = time.monotonic, **fields
+    ):
         check_field_names(fields)
         if config is None:
             config = SuffixCacheConfig()
         if not isinstance(config, SuffixCacheConfig):
             raise TypeError(f"`config` must be a SuffixCacheConfig, got {config!r}; fields go in by keyword.")
-        self._start(_Owned(config.replace(**fields)), config.replace(**fields))
+        if not callable(clock):
+            raise TypeError(f"`clock` must be a function without arguments that gives seconds, got {clock!r}.")
+        config = config.replace(**fields)
+        self._start(_Owned(config, clock), config, Scope("anonymous", config.namespace))
         weakref.finalize(self, _hint_if_short_lived, self._calls).atexit = False
         generation.install()
         build_in_background()
 
-    def _start(self, owned: _Owned, config: SuffixCacheConfig) -> None:
+    def _start(self, owned: _Owned, config: SuffixCacheConfig, scope: Scope) -> None:
         self._owned = owned
         self.config = config
+        self._scope = scope
         self._reports: deque[ReuseReport] = deque(maxlen=NUM_REPORTS)
         self._thread = threading.local()
         self._calls: list[int] = [0]
@@ -125,16 +154,42 @@ class SuffixCache(PrivateView):
         """
         A handle on the same store with other settings and its own `last_report`. Takes `fidelity`, `max_kl`,
         `workload`, `repair`, `repair_fraction`, `drift`, `seam_tokens`, `tail_tokens`, `min_match_tokens`,
-        `heal_rows`, `heal_order`, `settle` and `store`; the other settings belong to the store.
+        `heal_rows`, `heal_order`, `settle`, `store` and `share_prefix`; the other settings belong to the store. The
+        handle of a session stays in that session.
         """
         unknown = sorted(set(changes) - set(PER_CALL))
         if unknown:
             raise TypeError(f"`using` takes {', '.join(PER_CALL)}, got {unknown}.")
         return self._handle(changes)
 
-    def _handle(self, changes: dict) -> "SuffixCache":
+    def session(self, id: str | int, ttl=_UNSET, share: bool = False) -> "SuffixCache":
+        """
+        A handle on the same store for one user: what it runs is stored for this session alone. No other session, and
+        no call without one, is served any of it; it is served its own rows, and what is shared (`register`,
+        `share_prefix`).
+
+        Args:
+            id (`str` or `int`): Which session. The same id gives the same session.
+            ttl (`float`, *optional*): Seconds that its rows live unused; None: for ever. Defaults to the config's.
+            share (`bool`, *optional*, defaults to `False`): What this handle runs is shared with all sessions. It is
+                served what is shared alone, for a row that has seen a session's text is never shared.
+
+        Returns:
+            `SuffixCache`: With its own `last_report`, `reports` and `stats`, which tell nothing of other sessions.
+        """
+        scope = session_scope(self.config.namespace, id)
+        ttl = self.config.ttl if ttl is _UNSET else ttl
+        check_ttl(ttl)
+        if not isinstance(share, bool):
+            raise TypeError(f"`share` must be True or False, got {share!r}.")
+        if share:
+            return self._handle({}, scope.beside)
+        self._store.open_session(scope, ttl)
+        return self._handle({"ttl": ttl}, scope)
+
+    def _handle(self, changes: dict, scope: Scope | None = None) -> "SuffixCache":
         handle = object.__new__(type(self))
-        handle._start(self._owned, self.config.replace(**changes))
+        handle._start(self._owned, self.config.replace(**changes), scope or self._scope)
         handle._calls = self._calls  # a store that served its handles was not dropped unused
         return handle
 
@@ -159,8 +214,8 @@ class SuffixCache(PrivateView):
 
     @property
     def stats(self) -> CacheStats:
-        """Totals over all calls of all handles."""
-        return self._owned.stats
+        """Totals over all calls of all handles; on the handle of a session, over that session's alone."""
+        return self._owned.stats if self._scope.kind != "session" else self._owned.stats_of(self._scope)
 
     def record(self, report: ReuseReport) -> None:
         """Take a finished call's report."""
@@ -170,6 +225,8 @@ class SuffixCache(PrivateView):
         if not self._counts:
             return
         self._owned.stats.update(report)
+        if self._scope.kind == "session":
+            self.stats.update(report)
         if report.carried_tokens or report.shifted_tokens:
             _say_once(
                 "approximate",
@@ -194,14 +251,14 @@ class SuffixCache(PrivateView):
 
     def _revival(self) -> Callable[[], "SuffixCache | None"]:
         """What makes a handle like this one again, without keeping the store alive until then."""
-        kind, owned, config = type(self), weakref.ref(self._owned), self.config.replace(repair=None)
+        kind, owned, config, scope = type(self), weakref.ref(self._owned), self.config.replace(repair=None), self._scope
 
         def revive():
             alive = owned()
             if alive is None:
                 return None
             handle = object.__new__(kind)
-            handle._start(alive, config)
+            handle._start(alive, config, scope)
             return handle
 
         return revive
@@ -250,8 +307,11 @@ class SuffixCache(PrivateView):
         def frequencies():
             return {spec: spec.frequencies(model) for spec in specs}
 
-        def shelf_of(regime: bytes | None = None, with_types: bool = False):
-            return self._store.shelf(identity, (*self._scope(), regime, with_types), capability.shapes)
+        def reading_of(regime: bytes | None = None, with_types: bool = False):
+            return self._store.reading(identity, Place(self._scope, regime, with_types), capability.shapes)
+
+        def shared_of(regime: bytes | None, with_types: bool):
+            return self._store.shelf(identity, Place(self._scope, regime, with_types).beside, capability.shapes)
 
         def same_model() -> bool:
             return not torch.is_autocast_enabled(device.type) and self._identity(model, 0) is identity
@@ -260,7 +320,10 @@ class SuffixCache(PrivateView):
         extra = self._owned.auditor.extra_margin
         rule = Rule(self.calibration, self.config.max_kl, self.config.workload, extra, foreign)
         rule.check()
-        view = View(self._store, shelf_of(), capability)
+        if self._scope.kind == "session":
+            self._store.open_session(self._scope, self.config.ttl)
+        reading = reading_of()
+        view = View(self._store, reading.own, capability)
         return Request(
             view,
             self.config,
@@ -268,7 +331,9 @@ class SuffixCache(PrivateView):
             capability=capability,
             capability_rows=rows,
             regimes=regimes,
-            shelf_of=shelf_of,
+            reading=reading,
+            reading_of=reading_of,
+            shared_of=shared_of,
             same_model=same_model,
             rule=rule,
             trace=self._levels,
@@ -282,9 +347,6 @@ class SuffixCache(PrivateView):
             self._store.forget(old)
         self._store.forget_lost(self._owned.identities.lost)
         return identity
-
-    def _scope(self) -> tuple:
-        return ("anonymous", self.config.namespace)
 
     # -- serving ------------------------------------------------------------------------------------------------
 
@@ -342,7 +404,7 @@ class SuffixCache(PrivateView):
 
     def register(self, model: PreTrainedModel, texts_or_ids, tokenizer=None, at: str = "anywhere") -> int:
         """
-        Precompute texts, one or many, with progress.
+        Precompute texts, one or many, with progress. They are shared: every session is served them.
 
         Args:
             model (`PreTrainedModel`): Whose rows are stored.
@@ -361,7 +423,7 @@ class SuffixCache(PrivateView):
             raise UnsupportedModelError(
                 f"rows of this {type(model).__name__} can't be registered {at}: {capability.reason}.{remedy}"
             )
-        return register(self, model, texts_or_ids, tokenizer, at)
+        return register(self._handle({}, self._scope.beside), model, texts_or_ids, tokenizer, at)
 
     def capability(self, model: PreTrainedModel) -> Capability:
         """
@@ -394,12 +456,12 @@ class SuffixCache(PrivateView):
         The stored conversations of this scope and of the model as it is now that are not exact, newest first; each
         with whether its calls bring token types.
         """
-        identity, scope, store = self._identity(model, 0), self._scope(), self._store
+        identity, store = self._identity(model, 0), self._store
         with store.lock:
             found = [
-                (sequence, key[-1])
-                for (owner, key), shelf in store.shelves.items()
-                if owner is identity and key[: len(scope)] == scope
+                (sequence, place.with_types)
+                for (owner, place), shelf in store.shelves.items()
+                if owner is identity and place.scope == self._scope
                 for sequence in shelf.sequences
                 if sequence.exact < len(sequence.ids) and not sequence.busy
             ]
@@ -407,11 +469,13 @@ class SuffixCache(PrivateView):
 
     # -- managing -----------------------------------------------------------------------------------------------
 
-    def clear(self, session=None) -> None:
-        """Forget all rows. Statistics stay."""
-        if session is not None:
-            raise ValueError(f"there is no session {session!r}: all rows belong to the anonymous scope. Call clear().")
-        self._store.clear()
+    def clear(self, session: str | int | None = None) -> None:
+        """
+        Forget all rows, or those of one session, which may be gone already. On the handle of a session: that session's
+        rows. Totals of `stats` stay.
+        """
+        own = self._scope if self._scope.kind == "session" else None
+        self._store.clear(own if session is None else session_scope(self.config.namespace, session))
 
     def compact(self) -> CompactionResult:
         """Pack all that is stored, as the store does by itself in small steps; returns (bytes moved, blocks freed)."""

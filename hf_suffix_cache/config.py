@@ -75,8 +75,16 @@ class SuffixCacheConfig:
             the approximate rows that the newest tokens attend to most come first.
         store (`bool`, *optional*, defaults to `True`):
             Whether calls are stored; `False` serves them from what is there and leaves nothing behind.
+        share_prefix (`int` or sequence of `int`, *optional*):
+            Common start of prompts that all sessions may reuse: so many tokens of every prompt, whatever they are, or
+            these very token ids (`system_turn` gives those of a chat template). The safer of the two is the second.
         ttl (`float`, *optional*, defaults to 300.0):
             Seconds that an unused named session's segments live; `None` means for ever.
+        topic_similarity (`float`, *optional*, defaults to 0.3):
+            TF-IDF cosine of a prompt's new part to those before it in its session, below which the session has left
+            its topic: what is stored of it is no longer moved. 0 switches that off.
+        topic_temperature (`float`, *optional*, defaults to 0.3):
+            A session's temperature from then on, until a prompt stays on its topic; 0.8 otherwise.
         namespace (`str`, *optional*, defaults to `""`):
             A salt of the caller's: caches with different namespaces never share rows.
         debug (`bool`, *optional*, defaults to `False`):
@@ -103,7 +111,10 @@ class SuffixCacheConfig:
     heal_rows: int = 0
     heal_order: str = "left"
     store: bool = True
+    share_prefix: int | tuple[int, ...] | None = None
     ttl: float | None = 300.0
+    topic_similarity: float = 0.3
+    topic_temperature: float = 0.3
     namespace: str = ""
     debug: bool = False
 
@@ -134,8 +145,11 @@ class SuffixCacheConfig:
             raise ValueError(f"`store_dtype` must be None or one of {STORE_DTYPES}, got {self.store_dtype!r}.")
         if self.compact_waste is not None:
             _check_number("compact_waste", self.compact_waste, 0.0, 1.0)
-        if self.ttl is not None:
-            _check_number("ttl", self.ttl, 0.0, float("inf"))
+        if self.share_prefix is not None:
+            object.__setattr__(self, "share_prefix", _checked_prefix(self.share_prefix))
+        check_ttl(self.ttl)
+        _check_number("topic_similarity", self.topic_similarity, 0.0, 1.0)
+        _check_number("topic_temperature", self.topic_temperature, 0.0, 1.0)
         if not isinstance(self.namespace, str):
             raise TypeError(f"`namespace` must be a string, got {self.namespace!r}.")
         for name in ("drift", "consensus", "store", "debug"):
@@ -171,6 +185,26 @@ def check_field_names(names) -> None:
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise TypeError(f"unknown SuffixCacheConfig field(s) {unknown}; the fields are {known}.")
+
+
+def check_ttl(ttl) -> None:
+    """Raise `ValueError` or `TypeError` unless this is a time to live: None, or seconds."""
+    if ttl is not None:
+        _check_number("ttl", ttl, 0.0, float("inf"))
+
+
+def _checked_prefix(prefix) -> int | tuple[int, ...]:
+    """A number of tokens as it is, token ids of any kind of sequence as a tuple."""
+    if isinstance(prefix, int):
+        _check_int("share_prefix", prefix, 0, 2**31 - 1)
+        return prefix
+    ids = prefix.flatten().tolist() if hasattr(prefix, "flatten") else prefix
+    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
+        raise TypeError(f"`share_prefix` must be None, a number of tokens or a list of token ids, got {prefix!r}.")
+    ids = tuple(ids)
+    for token in ids:
+        _check_int("share_prefix", token, 0, 2**31 - 1)
+    return ids
 
 
 def _check_int(name: str, value, low: int, high: int) -> None:

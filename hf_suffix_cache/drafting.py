@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from .store.drafts import Draft
+from .store.index import common_prefix
 from .store.shelf import Recipe
-from .store.store import Draft
 
 
 def draft_of(request, number: int, tokens: np.ndarray) -> Draft:
@@ -37,6 +38,15 @@ def draft_of(request, number: int, tokens: np.ndarray) -> Draft:
         _reach(request.reach, number, row.pad, len(ids)),
         request.report.expected_kl,
     )
+
+
+def shared_length(ids: np.ndarray, share_prefix: int | tuple[int, ...] | None) -> int:
+    """How many leading tokens of a prompt all may reuse."""
+    if share_prefix is None:
+        return 0
+    if isinstance(share_prefix, int):
+        return min(share_prefix, len(ids))
+    return common_prefix(ids, np.array(share_prefix, dtype=np.int64))
 
 
 def _extended(recipe: Recipe, length: int) -> Recipe:

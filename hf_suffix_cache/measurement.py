@@ -19,6 +19,7 @@ from .config import SuffixCacheConfig
 from .regimes import RotaryRegimes, depends_on_length, length_dependent_modules, rope_types
 from .rope import fit_rotation, frequencies_of_table, relative_error, rotate_keys
 from .store.pool import LayerShape
+from .store.scopes import Place
 from .store.store import Store
 from .view import View
 
@@ -376,7 +377,7 @@ class _Measurement:
     def _view(self, capability: Capability, near: list, batch: int = 1) -> View:
         """A view of our own that holds these rows in every batch row; its memory is nobody else's."""
         store = Store(SuffixCacheConfig(max_bytes=1))
-        view = View(store, store.shelf(self, (), capability.shapes), capability)
+        view = View(store, store.shelf(self, Place(), capability.shapes), capability)
         view.lay_over(view.shelf.pool.allocate_private(PROBE_TOKENS, batch))
         view.set_length(PROBE_TOKENS)
         for layer, rows in zip(view.layers, near, strict=True):

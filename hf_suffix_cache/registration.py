@@ -6,6 +6,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .capability import input_device
+from .store.index import common_prefix
 
 SINK_TOKENS = 16
 PLACES = ("anywhere", "front")
@@ -28,6 +29,34 @@ def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str) -
         mask = torch.ones_like(inputs)
         model.generate(inputs, attention_mask=mask, cache=exact, max_new_tokens=1, do_sample=False, num_beams=1)
     return sum(len(ids) for ids in texts)
+
+
+def system_turn(tokenizer, content: str) -> tuple[int, ...]:
+    """
+    Token ids that all prompts of a chat template begin with whose system turn says `content`: for `share_prefix`.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): With a chat template that has a system turn.
+        content (`str`): What the system turn says, the same for every user.
+
+    Returns:
+        `tuple[int]`: Up to where the first user's own words begin. Raises `ValueError` if the template leaves the
+        system turn out.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("this tokenizer has no chat template; give `share_prefix` the token ids themselves.")
+    if not isinstance(content, str) or not content:
+        raise ValueError(f"`content` must be a system prompt, got {content!r}.")
+    rendered = [
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": content}, {"role": "user", "content": user}], tokenize=False
+        )
+        for user in ("a", "Z")
+    ]
+    if content.strip() not in rendered[0]:
+        raise ValueError("this tokenizer's chat template does not show the system turn.")
+    first, second = (np.array(encode(text, tokenizer, special_tokens=False), dtype=np.int64) for text in rendered)
+    return tuple(first[: common_prefix(first, second)].tolist())
 
 
 def _as_list(texts_or_ids) -> list:

@@ -11,15 +11,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from .drafting import draft_of
+from .drafting import draft_of, shared_length
 from .drift import replay
 from .healing import UNHEALED, Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
 from .passes import Passes, logits_of
 from .prompt import CARRIED, SHIFTED, PlannedRow
 from .report import ReuseReport
+from .store.drafts import Draft
 from .store.gather import copy_rows
-from .store.shelf import Sequence
+from .store.reading import Reading
+from .store.shelf import Sequence, Shelf
 from .view import View
 
 logger = logging.getLogger("hf_suffix_cache")
@@ -50,7 +52,9 @@ class Request:
         watch (`bool`): Whether code of the caller's runs between the forwards, so that `same_model` is asked for each.
         adopt (`bool`): Whether a stored conversation's own memory may be continued in place. A view that the caller
             gets to see must not share memory with the store.
-        shelf_of (callable, *optional*): The shelf of a regime, and of calls with token types or without.
+        reading (`Reading`): What the call is served from.
+        reading_of (callable): What is read under a regime, by calls with token types or without.
+        shared_of (callable): The same for the shelf of what all may read, to write to it.
         rule (*optional*): Predicts the KL of what is served, and says how far repair must go under `max_kl`.
         trace (list, *optional*): Run every level of escalation, and append what each one gave.
     """
@@ -72,7 +76,9 @@ class Request:
         capability=None,
         capability_rows=0,
         regimes=None,
-        shelf_of=None,
+        reading=None,
+        reading_of=None,
+        shared_of=None,
         same_model=None,
         watch=False,
         adopt=True,
@@ -85,7 +91,9 @@ class Request:
         self.config = config if capability.kind == "shift" else config.replace(fidelity="exact")
         self._front_only = capability.kind != "shift" and config.fidelity != "exact"
         self.regimes = regimes
-        self.shelf_of = shelf_of
+        self.reading_of = reading_of
+        self.shared_of = shared_of
+        self.reading: Reading = reading
         self.same_model = same_model
         self.watch = watch
         self.adopt = adopt and config.store  # what is not stored must not lie behind a stored conversation's rows
@@ -154,7 +162,8 @@ class Request:
                 self.regime = self.regimes.enter(int(self.batch.columns - self.batch.pads.min()))
             self.with_types = kwargs.get("token_type_ids") is not None
             if self.regime is not None or self.with_types:
-                self.view.shelf = self.shelf_of(self.regime, self.with_types)
+                self.reading = self.reading_of(self.regime, self.with_types)
+                self.view.shelf = self.reading.own
             self._plan(kwargs)
             self._materialise()
         except Exception as error:  # never half a view: whatever failed, this call prefills as if nothing was stored
@@ -265,19 +274,26 @@ class Request:
             keep_last = max(asked - (self.batch.columns - self.batch.prompt_columns), keep_last or 1, 1)
         started = time.perf_counter()
         lookup = 0.0
-        view, config = self.view, self.config
+        view, config, reading = self.view, self.config, self.reading
         with view.store.lock:
-            for row in range(0, self.batch.rows, self.batch.group):
-                pad = int(self.batch.pads[row])
-                ids = self.batch.ids[row, pad : self.batch.prompt_columns]
-                before = time.perf_counter()
-                match = view.shelf.match(ids)
-                lookup += time.perf_counter() - before
+            view.store.expire()
+            pads = [int(self.batch.pads[row]) for row in range(0, self.batch.rows, self.batch.group)]
+            prompts = [
+                self.batch.ids[number * self.batch.group, pad : self.batch.prompt_columns]
+                for number, pad in enumerate(pads)
+            ]
+            before = time.perf_counter()
+            matches = [reading.match(ids) for ids in prompts]
+            lookup += time.perf_counter() - before
+            if config.fidelity != "exact":
+                new = [ids[max(match.exact, match.carried) :] for ids, match in zip(prompts, matches, strict=True)]
+                reading.observe(np.concatenate(new), view.store.clock())
+            for ids, pad, match in zip(prompts, pads, matches, strict=True):
 
                 def find_runs(first, ids=ids):
                     nonlocal lookup
                     before = time.perf_counter()
-                    runs = view.shelf.runs(ids, first, config.min_match_tokens)
+                    runs = reading.runs(ids, first, config.min_match_tokens)
                     lookup += time.perf_counter() - before
                     return runs
 
@@ -400,12 +416,24 @@ class Request:
 
     def _commit(self, tokens: np.ndarray, handed_out: bool) -> None:
         """Store each row of `tokens`, `[batch, columns]`, all that was fed to the model."""
-        frequencies = self.frequencies()
+        frequencies, store = self.frequencies(), self.view.store
         for number in range(len(tokens)):
             if self.store_answer or number % self.batch.group == 0:
                 draft = draft_of(self, number, tokens[number])
-                sequence = self.view.store.commit(self.view.shelf, draft, frequencies, handed_out)
+                shared = self._share(draft, frequencies, handed_out)
+                sequence = store.commit(self.view.shelf, draft, frequencies, handed_out, shared)
                 self.stored += [sequence] if sequence is not None else []
+
+    def _share(self, draft: Draft, frequencies, handed_out: bool) -> Shelf | None:
+        """Store the start of a prompt that all may reuse, if the call names one; returns the shared shelf."""
+        length = shared_length(draft.ids[: draft.prompt_length], self.config.share_prefix)
+        if length == 0 or self.reading.own.scope.kind == "shared":
+            return self.reading.shared
+        shelf = self.shared_of(self.regime, self.with_types)
+        front = draft.shared_front(length, shelf)
+        if front is not None:
+            self.view.store.commit(shelf, front, frequencies, handed_out, keep_extent=False)
+        return shelf
 
     def abort(self) -> None:
         """The call failed: nothing is stored, everything is let go."""
@@ -422,7 +450,8 @@ class Request:
             self.view.shelf.unpin(row.segments())
         # a cycle, or the frequencies' hold on the model, would keep both alive until a garbage collection
         self.passes = None
-        self.view.request = self.frequencies = self.regimes = self.shelf_of = self.same_model = None
+        self.view.request = self.frequencies = self.regimes = self.same_model = None
+        self.reading_of = self.shared_of = None
         if handed_out:
             self.view.hand_out(self._shares)
         else:

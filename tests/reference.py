@@ -329,7 +329,8 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
         id(slab): np.zeros_like(slab.references) for pool in store.pools.values() for slab in pool.slabs.values()
     }
     sources: dict = {}
-    for shelf in store.shelves.values():
+    shelves = list(store.shelves.values())
+    for shelf in shelves:
         for sequence in shelf.sequences:
             assert not sequence.busy, "an idle cache holds a conversation that is in use"
             if sequence.extent is not None:
@@ -340,7 +341,12 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
                 sources[segment] = sources.get(segment, 0) + 1
         for mean in shelf.means:
             sources[mean] = sources.get(mean, 0) + 1
-        recipes = {segment for each in shelf.sequences for segment in each.recipe.segments}
+    for shelf in shelves:
+        # what is stored in one scope may refer to its own rows and to shared ones, and to nothing else
+        scopes = (shelf.scope, shelf.scope.beside)
+        found = {segment for each in shelf.sequences for segment in each.recipe.segments}
+        assert all(segment.home().scope in scopes for segment in found), "a row is referred to from another scope"
+        recipes = {segment for segment in sources if segment.home() is shelf}
         assert set(shelf.segments) == recipes | set(shelf.means)
         assert len(shelf.mean_windows) == len(shelf.means) and all(mean in shelf.mean_windows for mean in shelf.means)
         for segment in shelf.segments:

@@ -47,6 +47,7 @@ def make_room(
     if idle:
         _, shelf, mean = min(idle, key=lambda entry: entry[0])
         shelf.forget_mean(mean)
+        shelf.evictions += 1
         return 1
     idle = [
         (shelf.newest_use(sequence), shelf, sequence)
@@ -57,6 +58,7 @@ def make_room(
     if idle and evict:
         _, shelf, sequence = min(idle, key=lambda entry: entry[0])
         shelf.remove(sequence)
+        shelf.evictions += 1
         return 1
     return None
 

@@ -1,6 +1,7 @@
 """What the store keeps: segments (runs of computed rows) and sequences (a conversation as a recipe over segments)."""
 
 import itertools
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,6 +54,11 @@ class Segment:
             and `context` are those of the first one.
         reach (`np.ndarray` of float16, `[rows, distances]`, *optional*): How much of each row's attention went farther
             to the left than each of `reach.DISTANCES`; kept where a repair policy asks for it.
+        created (`float`): When the store took them, by its clock.
+
+    Attributes:
+        home (weak reference to `Shelf`, *optional*): The shelf that it can be found on. Sequences of other shelves may
+            refer to it where it is shared.
     """
 
     ids: np.ndarray
@@ -67,9 +73,15 @@ class Segment:
     references: int = 0  # of sequences, means and running calls ...
     holders: int = 0  # ... and of the first two alone
     last_used: float = 0.0
+    created: float = 0.0
+    home: weakref.ref | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def lives_on(self, shelf) -> bool:
+        """Whether it is found on this shelf."""
+        return self.home is not None and self.home() is shelf
 
     @property
     def movable(self) -> bool:

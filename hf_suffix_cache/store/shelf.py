@@ -1,5 +1,6 @@
-"""One shelf per identity and scope: the segments and sequences that may meet, and the two indices that find them."""
+"""One shelf per identity and scope: its segments and sequences, and the two indices that find them."""
 
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from .corrections import Correction
 from .index import PrefixIndex, Run, WindowIndex
 from .pool import BlockPool, Extent
+from .scopes import ANONYMOUS, Scope
 from .segments import Segment
 
 
@@ -108,10 +110,18 @@ class Match:
 
 
 class Shelf:
-    """Segments and sequences of one identity and scope."""
+    """
+    Segments and sequences of one identity and scope. Its sequences may refer to segments of the shared shelf beside it.
 
-    def __init__(self, pool: BlockPool):
+    Args:
+        pool (`BlockPool`): Where the rows lie.
+        scope (`Scope`, *optional*, defaults to the anonymous one): Whose rows they are.
+    """
+
+    def __init__(self, pool: BlockPool, scope: Scope = ANONYMOUS):
         self.pool = pool
+        self.scope = scope
+        self.evictions = 0
         device = next(iter(pool.groups)).device  # where the model's rows lie, or the first of them
         self.windows = WindowIndex(device=device)
         self.exact_prefixes = PrefixIndex()
@@ -124,6 +134,12 @@ class Shelf:
         self.rows = 0  # of all segments
         # apart from the windows of copies, of which there are as many of a text as its index allows
         self.mean_windows = WindowIndex(device=device)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the rows of its segments."""
+        parts = (part for segment in self.segments for part in self.pool.by_slab(segment.addresses))
+        return sum(len(rows) * slab.row_bytes for slab, rows, _ in parts)
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -152,7 +168,7 @@ class Shelf:
         """Index a sequence and those of its segments that are new. Its extent and segments must hold their blocks."""
         self.sequences[sequence] = None
         for segment in sequence.recipe.segments:
-            if segment not in self.segments:
+            if segment.home is None:
                 self._enter(segment)
                 if segment.movable:
                     self.windows.add(segment)
@@ -220,20 +236,46 @@ class Shelf:
             segment.references -= 1
             assert segment.references >= 0, "a segment was unpinned more often than it was pinned"
             if segment.references == 0:
-                if segment in self.segments:
-                    del self.segments[segment]
-                    self.warm.pop(segment, None)
-                    self.rows -= len(segment)
-                    self.windows.remove(segment)
+                home = segment.home and segment.home()
+                if home is not None:
+                    home._leave(segment)
                 self.pool.release_rows(segment.addresses)
 
+    def expire(self, now: float, ttl: float) -> tuple[int, float | None]:
+        """
+        Forget sequences and means that were last used `ttl` seconds ago or longer; those of running calls stay.
+
+        Returns:
+            Segments that were forgotten, and the time of the earliest last use of what is left, None if nothing is.
+        """
+        before = len(self.segments)
+        for sequence in list(self.sequences):
+            used = self.newest_use(sequence)
+            if used > now:  # the clock was put back: it counts from here
+                sequence.last_used = used = now
+            if now - used >= ttl and not sequence.busy:
+                self.remove(sequence)
+        for mean in [mean for mean in self.means if now - mean.last_used >= ttl]:
+            self.forget_mean(mean)
+        uses = [*map(self.newest_use, self.sequences), *(mean.last_used for mean in self.means)]
+        return before - len(self.segments), min(uses, default=None)
+
     def newest_use(self, sequence: Sequence) -> float:
-        """When a sequence or one of its own rows was last used."""
-        return max([sequence.last_used, *(segment.last_used for segment in sequence.recipe.segments)])
+        """When a sequence or one of its rows on this shelf was last used: what others do with shared rows is theirs."""
+        own = (segment.last_used for segment in sequence.recipe.segments if segment.lives_on(self))
+        return max([sequence.last_used, *own])
 
     def _enter(self, segment: Segment) -> None:
+        segment.home = weakref.ref(self)
         self.segments[segment] = self.warm[segment] = None
         self.rows += len(segment)
+
+    def _leave(self, segment: Segment) -> None:
+        if segment in self.segments:
+            del self.segments[segment]
+            self.warm.pop(segment, None)
+            self.rows -= len(segment)
+            self.windows.remove(segment)
 
     def _hold(self, segments: list[Segment]) -> None:
         for segment in segments:

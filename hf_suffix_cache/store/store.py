@@ -4,7 +4,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import psutil
@@ -16,50 +15,28 @@ from .accounting import KINDS, Survey
 from .compaction import CompactionResult, compact_pool, empty_slabs
 from .consensus import Computed, learn
 from .cooling import cold_dtype, cool, ready
+from .drafts import Draft
 from .pool import BlockPool, Budget, Extent, LayerShape
+from .reading import Reading
 from .room import PATIENCE, demote_old, give_growth_room, growth_room, make_room, moved_rows, pack
+from .scopes import Place, Scope
 from .segments import DERIVED, EXACT, Segment
+from .sessions import Sessions
 from .shelf import Recipe, Sequence, Shelf, joined
+from .topic import Topic
 
 COMPACT_ROWS = 512  # most rows that are moved together after one call: 24 MB of SmolLM2-135M in fp32
 
 
-@dataclass(frozen=True, eq=False)
-class Draft:
-    """
-    What a finished call knows of one of its rows, before it is stored.
-
-    Args:
-        ids (`np.ndarray` of int64, `[rows]`): Tokens.
-        prompt_length (`int`): Rows of the prompt.
-        served (`Recipe`): Source of each row; `which` is -1 where the row was computed in this call.
-        exact (`int`): Leading rows that are exact.
-        hops (`int`): Hops of the rows computed behind approximate ones.
-        extent (`Extent`), row (`int`), pad (`int`): The rows lie at columns [pad, pad + rows) of batch row `row`.
-        reach (`np.ndarray`, `[rows, distances]`, *optional*): See `Segment`.
-        expected_kl (`float`, *optional*): See `Sequence`.
-    """
-
-    ids: np.ndarray
-    prompt_length: int
-    served: Recipe
-    exact: int
-    hops: int
-    extent: Extent
-    row: int
-    pad: int
-    reach: np.ndarray | None = None
-    expected_kl: float | None = None
-
-
 class Store:
     """
-    Pools, shelves, sequences. Every method takes the lock; what a view holds is referenced and can't be evicted.
+    Pools, shelves, sequences, sessions. Every method takes the lock; what a view holds is referenced and can't be
+    evicted.
 
     Args:
         config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations`, `fidelity`, `consensus`,
-            `store_dtype`, `compact_waste`, `debug` are read.
-        clock (callable): Seconds, for the order of use.
+            `store_dtype`, `compact_waste`, `topic_similarity`, `topic_temperature`, `debug` are read.
+        clock (callable): Seconds, for the order of use and for what expires.
     """
 
     def __init__(self, config: SuffixCacheConfig, clock: Callable[[], float] = time.monotonic):
@@ -68,26 +45,65 @@ class Store:
         self.clock = clock
         self.budget = Budget(config.max_bytes)
         self.pools: dict[tuple[LayerShape, ...], BlockPool] = {}
-        self.shelves: dict[tuple, Shelf] = {}
+        self.shelves: dict[tuple[object, Place], Shelf] = {}
+        self.sessions = Sessions(lambda: Topic(config.topic_similarity, config.topic_temperature))
         self.evictions = 0
+        self.expirations = 0
         self._orphans: deque[tuple[BlockPool, Extent]] = deque()
         self._uncontinued = 0  # calls in a row that continued no stored conversation
         self._unpackable: dict[BlockPool, int] = {}  # rows of waste that the last compaction could do nothing about
 
     # -- what views ask for -------------------------------------------------------------------------------------
 
-    def shelf(self, identity, scope: tuple, shapes: tuple[LayerShape, ...]) -> Shelf:
-        """The shelf of an identity and scope; made at first use."""
+    def shelf(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Shelf:
+        """The shelf of an identity and place; made at first use."""
         with self.lock:
-            shelf = self.shelves.get((identity, scope))
+            shelf = self.shelves.get((identity, place))
             if shelf is None:
-                shelf = self.shelves[identity, scope] = Shelf(self._pool(shapes))
+                shelf = self.shelves[identity, place] = Shelf(self._pool(shapes), place.scope)
+                self.sessions.look_at((identity, place), self.clock())
             return shelf
+
+    def reading(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Reading:
+        """What a call of an identity and place is served from."""
+        with self.lock:
+            shared = None if place.beside is None else self.shelves.get((identity, place.beside))
+            return Reading(self.shelf(identity, place, shapes), shared, self.sessions.get(place.scope))
+
+    def expire(self) -> None:
+        """Give up what sessions have not used for as long as they live; what a running call refers to stays."""
+        with self.lock:
+            now = self.clock()
+            for key in self.sessions.due(now):
+                shelf = self.shelves.get(key)
+                session = None if shelf is None else self.sessions.get(shelf.scope)
+                if session is None or session.ttl is None:
+                    continue
+                gone, oldest = shelf.expire(now, session.ttl)
+                session.expired += gone
+                self.expirations += gone
+                if oldest is not None:
+                    self.sessions.look_at(key, oldest + session.ttl)
+                elif now - session.last_used < session.ttl:
+                    self.sessions.look_at(key, session.last_used + session.ttl)
+                else:
+                    self._drop_shelf(key)
+                    if all(other.scope != shelf.scope for other in self.shelves.values()):
+                        self.sessions.forget(shelf.scope)
+
+    def open_session(self, scope: Scope, ttl: float | None) -> None:
+        """A call of a session begins, whose rows live for `ttl` seconds unused from now on."""
+        with self.lock:
+            known, now = self.sessions.get(scope), self.clock()
+            if known is not None and known.ttl != ttl:
+                for key in [key for key in self.shelves if key[1].scope == scope]:
+                    self.sessions.look_at(key, now)
+            self.sessions.open(scope, ttl, now)
 
     def allocate(self, shelf: Shelf, rows: int, batch: int = 1) -> Extent:
         """An extent from the pool, for which old sequences are given up; outside the pool if that is not enough."""
         with self.lock:
-            self._release_orphans()
+            self._catch_up()
             pool = shelf.pool
             self.budget.refused = False  # the device may have memory again
             wanted, fits = batch * pool.round_up(rows), None
@@ -135,18 +151,25 @@ class Store:
             self._orphans.append((shelf.pool, lease[0]))
 
     def commit(
-        self, shelf: Shelf, draft: Draft, frequencies: dict[RotarySpec, torch.Tensor], handed_out: bool
+        self,
+        shelf: Shelf,
+        draft: Draft,
+        frequencies: dict[RotarySpec, torch.Tensor],
+        handed_out: bool,
+        shared: Shelf | None = None,
+        keep_extent: bool = True,
     ) -> Sequence | None:
         """
-        Store one row of a finished call. Rows that are stored already in the same state are referred to, not kept
-        twice. If the view was handed to the caller (`handed_out`), the store keeps copies, never memory
-        that he may write to.
+        Store one row of a finished call. Rows that are stored already in the same state, also on the `shared` shelf
+        beside, are referred to, not kept twice. If the view was handed to the caller (`handed_out`), the store keeps
+        copies, never memory that he may write to.
         """
         with self.lock:
             if shelf not in self.shelves.values() or not draft.extent.pooled or len(draft.ids) == 0:
                 return None
-            self._release_orphans()
-            keep = None if handed_out or draft.pad else draft.extent.part(draft.row, len(draft.ids))
+            self._catch_up()
+            copied = handed_out or draft.pad or not keep_extent
+            keep = None if copied else draft.extent.part(draft.row, len(draft.ids))
             known = self._contained(shelf, draft)
             if known is not None:
                 self._touch(known)
@@ -160,7 +183,7 @@ class Store:
                 self._learn(shelf, draft, frequencies)
             if handed_out and not self._make_room_for_copies(shelf.pool, draft):
                 return None
-            sequence = self._build(shelf, draft, handed_out, frequencies)
+            sequence = self._build(shelf, draft, handed_out, frequencies, shared)
             if sequence is None:
                 return None
             if keep is not None:
@@ -178,12 +201,14 @@ class Store:
 
     # -- managing -----------------------------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        """Forget everything. Running calls keep their views, and store nothing when they end."""
+    def clear(self, scope: Scope | None = None) -> None:
+        """Forget everything, or one scope. Running calls keep their views, and store nothing when they end."""
         with self.lock:
-            self._release_orphans()
-            for key in list(self.shelves):
+            self._catch_up()
+            for key in [key for key in self.shelves if scope in (None, key[1].scope)]:
                 self._drop_shelf(key)
+            for each in self.sessions if scope is None else [scope]:
+                self.sessions.forget(each)
             for pool in self.pools.values():
                 pool.trim()
 
@@ -194,10 +219,10 @@ class Store:
                 self._drop_shelf(key)
 
     def drop(self, shelf: Shelf) -> None:
-        """Forget all that is on one shelf."""
+        """Forget all rows of the identity that a shelf is of: other shelves may refer to its segments."""
         with self.lock:
-            for key in [key for key, held in self.shelves.items() if held is shelf]:
-                self._drop_shelf(key)
+            for identity in [key[0] for key, held in self.shelves.items() if held is shelf]:
+                self.forget(identity)
 
     def forget_lost(self, lost: Callable) -> None:
         """Forget identities of which `lost(identity)` says that their model is gone."""
@@ -208,7 +233,7 @@ class Store:
     def compact(self) -> CompactionResult:
         """Defragment every pool; returns bytes moved and blocks freed."""
         with self.lock:
-            self._release_orphans()
+            self._catch_up()
             total = CompactionResult(0, 0)
             for pool in self.pools.values():
                 total += compact_pool(pool, self._on(pool))
@@ -220,7 +245,7 @@ class Store:
     def bytes_used(self) -> int:
         """Bytes of used blocks, views included."""
         with self.lock:
-            self._release_orphans()
+            self._catch_up()
             return sum(pool.bytes_used for pool in self.pools.values())
 
     @property
@@ -236,7 +261,7 @@ class Store:
         `bytes_used`. `private` are bytes outside the pool, of running calls that found no room in it.
         """
         with self.lock:
-            self._release_orphans()
+            self._catch_up()
             total = dict.fromkeys(KINDS, 0)
             for pool in self.pools.values():
                 for kind, size in Survey(pool, self._on(pool)).bytes_by_kind().items():
@@ -247,8 +272,14 @@ class Store:
     def num_segments(self) -> int:
         """Stored segments."""
         with self.lock:
-            self._release_orphans()
+            self._catch_up()
             return sum(len(shelf.segments) for shelf in self.shelves.values())
+
+    def shelves_of(self, scope: Scope) -> list[Shelf]:
+        """The shelves of a scope."""
+        with self.lock:
+            self._catch_up()
+            return [shelf for key, shelf in self.shelves.items() if key[1].scope == scope]
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -267,6 +298,11 @@ class Store:
             shelf.remove(sequence)
         for mean in list(shelf.means):
             shelf.forget_mean(mean)
+
+    def _catch_up(self) -> None:
+        """Let go of what has expired, and of the views that their callers have dropped."""
+        self._release_orphans()
+        self.expire()
 
     def _release_orphans(self) -> None:
         while self._orphans:
@@ -357,15 +393,16 @@ class Store:
                 if not self._make_room(pool, pool.round_up(rows)):
                     return False
 
-    def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies) -> Sequence | None:
+    def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies, shared: Shelf | None) -> Sequence | None:
         """
         The draft as a sequence: stored exact rows first, then served rows, its own rows in new segments; None if those
         were to be copied (`copy`), and there was no room for it.
         """
-        stored, shared = next(iter(shelf.exact_prefixes.longest(draft.ids[: draft.exact])), (None, 0))
+        fronts = [each.exact_prefixes.longest(draft.ids[: draft.exact], 1) for each in (shared, shelf) if each]
+        stored, front = max(((None, 0), *(found for part in fronts for found in part)), key=lambda found: found[1])
         rows = np.arange(len(draft.ids))
-        own = (draft.served.which < 0) & (rows >= shared)
-        recipe = joined(stored.recipe.head(shared) if shared else Recipe.empty(), draft.served, shared)
+        own = (draft.served.which < 0) & (rows >= front)
+        recipe = joined(stored.recipe.head(front) if front else Recipe.empty(), draft.served, front)
         known = len(recipe.segments)
         for state in (EXACT, DERIVED):
             positions = np.flatnonzero(own & ((rows < draft.exact) == (state == EXACT)))
@@ -379,6 +416,7 @@ class Store:
                 state=state,
                 hops=0 if state == EXACT else draft.hops,
                 last_used=self.clock(),
+                created=self.clock(),
                 reach=None if draft.reach is None else draft.reach[positions],
             )
             shelf.pool.retain_rows(segment.addresses)
@@ -403,9 +441,9 @@ class Store:
         for pool in self.pools.values() if self.config.store_dtype is not None else ():
             cold, shelves = cold_dtype(pool, self.config.store_dtype), self._on(pool)
             if cold is not None:
-                done += sum(cool(shelf, cold) for shelf in shelves)
-                if any(ready(shelf) for shelf in shelves) and empty_slabs(pool, shelves):
-                    done += sum(cool(shelf, cold) for shelf in shelves)
+                done += cool(pool, shelves, cold)
+                if ready(shelves) and empty_slabs(pool, shelves):
+                    done += cool(pool, shelves, cold)
         return done
 
 
