@@ -1,0 +1,98 @@
+"""
+Dialogues with planted changes of topic, decided completely by a seed. The texts come from `sources`.
+
+| source | one topic | a turn of the user |
+|---|---|---|
+| `documents` | an article of SQuAD | a paragraph of it and a question, or another question about the last paragraph |
+| `small talk` | a dialogue of Topical-Chat | what one of its two people says |
+
+A dialogue is made of stretches of several topics. The user leaves a topic with the first turn of each later stretch. In
+`small talk` that is a rough label: people wander from one subject to another by themselves, and two dialogues may be about
+the same film.
+"""  # noqa: E501
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks import sources
+
+SOURCES = ("documents", "small talk")
+TOPICS = 3  # of a dialogue
+STRETCH = {"documents": (3, 5), "small talk": (4, 6)}  # turns of the user on one topic
+WITH_TEXT = 0.6  # share of the turns about a document that bring another paragraph of it
+CHARACTERS = (240, 1200)  # of a paragraph
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the user says, what is answered, and whether the user has left the topic with it."""
+
+    user: str
+    reply: str
+    leaves: bool
+
+
+def dialogues(source: str, n: int, half: int = 0, seed: int = 0, corpus=None) -> list[list[Turn]]:
+    """
+    `n` dialogues of `TOPICS` topics each.
+
+    Args:
+        source (`str`): One of `SOURCES`.
+        half (`int`): 0 or 1. Dialogues of different halves have no text in common.
+        corpus (*optional*): Texts in place of those that the source fetches, in the same form.
+    """
+    if source not in SOURCES:
+        raise ValueError(f"`source` must be one of {SOURCES}, got {source!r}.")
+    rng = random.Random(f"{source} {half} {seed}")
+    draw, load = (_documents, sources.squad) if source == "documents" else (_small_talk, sources.dialogues)
+    stretches = draw(load() if corpus is None else corpus, half, rng)
+    found = []
+    for _ in range(n):
+        parts = [next(stretches) for _ in range(TOPICS)]
+        found.append(
+            [
+                Turn(user, reply, leaves=topic > 0 and number == 0)
+                for topic, part in enumerate(parts)
+                for number, (user, reply) in enumerate(part)
+            ]
+        )
+    return found
+
+
+def _documents(articles: dict, half: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
+    """Stretches about one article each, no two in a row about the same."""
+    (low, high), most = CHARACTERS, STRETCH["documents"][1]
+    pools = {
+        title: [item for item in articles[title] if low <= len(item[0]) <= high and item[1]]
+        for title in sorted(articles)[half::2]
+    }
+    pools = {title: pool for title, pool in pools.items() if len(pool) >= most}
+    last = None
+    while True:
+        last = rng.choice([title for title in pools if title != last])
+        paragraphs = iter(rng.sample(pools[last], most))
+        questions: list = []
+        turns: list[tuple[str, str]] = []
+        for _ in range(rng.randint(*STRETCH["documents"])):
+            if not questions or rng.random() < WITH_TEXT:
+                text, asked = next(paragraphs)
+                questions = rng.sample(asked, len(asked))
+                question = questions.pop()
+                turns.append((f"{text}\n\n{question.text}", question.answers[0]))
+            else:
+                question = questions.pop()
+                turns.append((question.text, question.answers[0]))
+        yield turns
+
+
+def _small_talk(talks: list, half: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
+    """Stretches of one dialogue each, from anywhere in it."""
+    least, most = STRETCH["small talk"]
+    kept = [turns for turns in talks[half::2] if len(turns) >= 2 * most]
+    while True:
+        for turns in rng.sample(kept, len(kept)):
+            pairs = list(zip(turns[::2], turns[1::2], strict=False))
+            size = rng.randint(least, most)
+            start = rng.randrange(0, len(pairs) - size + 1)
+            yield pairs[start : start + size]
