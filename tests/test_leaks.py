@@ -1,4 +1,4 @@
-"""O8: what one scope has run changes nothing for another one: neither answers, nor work, nor reports, nor statistics."""
+"""O8: what one scope has run changes nothing for another: neither answers, nor work, nor reports, nor statistics."""
 
 import gc
 from types import SimpleNamespace
@@ -67,7 +67,7 @@ def test_stored_rows_tell_what_stood_before_them():
                 assert max(distances) < 1e-5
             else:
                 assert nearest == number and sorted(distances)[1] > 100 * distances[nearest]
-    check_pool(cache)
+    check_pool(cache, handed_out=True)
 
 
 def test_moved_rows_carry_what_stood_before_them_into_the_answer():
@@ -86,7 +86,7 @@ def test_moved_rows_carry_what_stood_before_them_into_the_answer():
 # -- guesses of what another scope has said ---------------------------------------------------------------------------
 
 SAID = head(1) + A + B + question(1)
-NOT_SAID = head(1) + old_text(len(A), 91) + old_text(len(B), 92) + question(1)
+NOT_SAID = head(1) + old_text(len(A), 91) + old_text(len(B), 92) + question(2)
 SCOPES = {
     "session": lambda cache: cache.session("alice"),
     "session with another spelling": lambda cache: cache.session("Alice"),
@@ -208,8 +208,8 @@ def test_guesses_are_served_nothing_while_rows_are_given_up():
     for number in range(30):
         secret = head(number) + old_text(60, 200 + number) + question(number)
         ask(model, secret, alice, steps=2)
-        for guess in (secret, head(90) + secret[12:72] + question(90 + number)):
-            stranger = cache.session(f"mallory {number} {len(guess)}")
+        for part, guess in enumerate((secret, head(90) + secret[12:72] + question(90 + number))):
+            stranger = cache.session(f"mallory {number} {part}")
             got = same_as_vanilla(model, guess, stranger, steps=2)
             assert reused(got.report) == 0 and got.report.computed_rows == len(guess)
         served += reused(ask(model, secret, alice, steps=2).report)
@@ -250,8 +250,8 @@ ACTORS = {
 
 def play(model, order: list[str], actors, handle_of=ACTORS) -> dict[str, list]:
     """
-    What each of `actors` sees where only they act, each at its moments of `order`. All of them ask the same in the same
-    order, so that every row that is served across scopes shows.
+    What each of `actors` sees where only they act, each at its moments of `order`. All of them ask the same in the
+    same order, so that every row that is served across scopes shows.
     """
     clock = Clock()
     cache = SuffixCache(clock=clock)
@@ -268,7 +268,6 @@ def play(model, order: list[str], actors, handle_of=ACTORS) -> dict[str, list]:
         ids = draw.prompt() + (old_text(30, 77) + new_text(40, 1) if draw.random.random() < 0.2 else [])
         fidelity = str(draw.random.choice(["exact", "balanced", "fast"]))
         got = ask(model, ids, handle.using(fidelity=fidelity), steps=int(draw.random.integers(1, 4)))
-        # `using` made another handle of the same scope
         draw.keep(got.tokens())
         seen[who].append(got)
         check_pool(cache)
@@ -368,4 +367,4 @@ def test_a_shared_start_is_the_same_whoever_brought_it():
         for (keys, values), (want_keys, want_values) in zip(rows, fresh_rows(model, A), strict=True):
             assert torch.allclose(keys[:, : len(A)], want_keys, atol=1e-4)
             assert torch.allclose(values[:, : len(A)], want_values, atol=1e-4)
-        check_pool(cache)
+        check_pool(cache, handed_out=True)
