@@ -3,11 +3,12 @@
 import math
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 from hf_suffix_cache.planning import KINDS, Span
+from hf_suffix_cache.prometheus import exposition
 from hf_suffix_cache.strip import Strip, count_tokens, percent
 
 TIMINGS = ("lookup", "plan", "materialise", "repair", "first_token", "total")
@@ -38,6 +39,8 @@ class ReuseReport:
         features (`list` of `dict`): Per prompt, what `expected_kl` was predicted from.
         healed_rows (`int`): Rows that were recomputed along with the generated tokens; not among the counts above.
         reason (`str`, *optional*): Why reuse was refused or cut short, one sentence.
+        causes (`dict`): Tokens by cause, before repair (see `causes.CAUSES`). Looked for only where little was served,
+            and only until the cache has told of a low hit rate, or while somebody listens to its events.
         timings (`dict`): Seconds: `lookup`, `plan`, `materialise`, `repair`, `first_token`, `total`.
     """
 
@@ -58,6 +61,7 @@ class ReuseReport:
     healed_rows: int = 0
     spans: tuple[tuple[Span, ...], ...] = field(default=(), repr=False)
     reason: str | None = None
+    causes: dict[str, int] = field(default_factory=dict, repr=False)
     timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIMINGS, 0.0))
 
     def __post_init__(self):
@@ -179,8 +183,9 @@ class CacheStats:
     Totals over all requests of a store. Thread-safe.
 
     Args:
-        bytes_used, bytes_total, segments, evictions, bytes_by_kind (callables without arguments, *optional*): Ask the
-            store at each reading, so that these are never stale. They are called without holding the lock.
+        bytes_used, bytes_total, segments, evictions, bytes_by_kind, expirations (callables without arguments,
+            *optional*): Ask the store at each reading, so that these are never stale. They are called without holding
+            the lock.
         lock (*optional*): A lock to share with the owner; its own by default.
     """
 
@@ -192,6 +197,7 @@ class CacheStats:
         evictions: Callable[[], int] = int,
         lock=None,
         bytes_by_kind: Callable[[], dict[str, int]] = dict,
+        expirations: Callable[[], int] = int,
     ):
         self.requests = 0
         self.prompt_tokens = 0
@@ -203,7 +209,7 @@ class CacheStats:
         self.computed_rows = 0
         self.healed_rows = 0
         self.settled_rows = 0
-        self._gauges = (bytes_used, bytes_total, segments, evictions)
+        self._gauges = (bytes_used, bytes_total, segments, evictions, expirations)
         self._bytes_by_kind = bytes_by_kind
         self._lock = lock or threading.Lock()
 
@@ -255,14 +261,29 @@ class CacheStats:
     def evictions(self) -> int:
         return self._gauges[3]()
 
+    @property
+    def expirations(self) -> int:
+        """Segments that were given up for their age."""
+        return self._gauges[4]()
+
     def to_dict(self) -> dict:
         """All attributes, JSON-ready; the counters are those of one moment."""
         with self._lock:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             values["hit_rate"] = _hit_rate(self)
-        gauges = ("bytes_used", "bytes_total", "segments", "evictions")
+        gauges = ("bytes_used", "bytes_total", "segments", "evictions", "expirations")
         values |= {name: getattr(self, name) for name in gauges}
         return values | {"bytes_by_kind": self.bytes_by_kind()}
+
+    def prometheus(self, labels: Mapping[str, str] | None = None) -> str:
+        """
+        All attributes as Prometheus text (exposition format 0.0.4): names begin with `hf_suffix_cache_`. The counters
+        are those of one moment.
+
+        Args:
+            labels (mapping of `str` to `str`, *optional*): Put on every sample, to tell several caches apart.
+        """
+        return exposition(self.to_dict(), labels)
 
     def __str__(self) -> str:
         now = self.to_dict()
