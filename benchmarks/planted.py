@@ -6,10 +6,10 @@ Dialogues with planted changes of topic, decided completely by a seed. The texts
 | `documents` | an article of SQuAD | a paragraph of it and a question, or another question about the last paragraph |
 | `small talk` | a dialogue of Topical-Chat | what one of its two people says |
 
-A dialogue is made of stretches of several topics. The user leaves a topic with the first turn of each later stretch. In
-`small talk` that is a rough label: people wander from one subject to another by themselves, and two dialogues may be about
-the same film.
-"""  # noqa: E501
+A dialogue is made of stretches of several topics. The user leaves a topic with the first turn of each later stretch.
+In `small talk` that is a rough label: people wander from one subject to another by themselves, and two dialogues may
+be about the same film.
+"""
 
 import random
 from collections.abc import Iterator
