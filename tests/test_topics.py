@@ -101,7 +101,7 @@ def test_sessions_follow_the_plan():
         sets = [set(each.ids) for each in asked]
         for (one, (a, _)), (other, (b, _)) in itertools.combinations(zip(sets, topics.PLAN, strict=True), 2):
             common = len(one & other) / len(one)
-            assert (common > 0.6) is (a == b), common
+            assert (common > 0.85) is (a == b), common
         assert len({tuple(each.ids) for each in asked}) == len(asked)
         assert all(each.answers for each in asked)
 
