@@ -31,6 +31,7 @@ CAUSES = {
     "tail": "stored, but the newest `tail_tokens` always run where moved rows may be served",
     "last": "its logits are asked for, which takes running it",
     "tokenised": "stored, but tokenised otherwise",
+    "broken": "amid stored text: tokenised otherwise, or edited (`tokenizer=` tells which)",
     "refused": "reuse was refused",
 }
 NAMES = tuple(CAUSES)

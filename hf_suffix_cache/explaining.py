@@ -92,7 +92,8 @@ class Explanation:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        head = f"<b>{self.prompt_tokens:,}</b> prompt tokens, <b>{percent(self.hit_rate)}</b> would be served"
+        share = escape(percent(self.hit_rate))
+        head = f"<b>{self.prompt_tokens:,}</b> prompt tokens, <b>{share}</b> would be served"
         refused = f"<div>reuse is refused: {escape(self.reason)}</div>" if self.reason else ""
         cells = "".join(
             f'<tr><td style="background:{STYLES[reason.kind].colour};color:{STYLES[reason.kind].ink}">'
@@ -182,7 +183,7 @@ def explain(
         new = (planned.planned_kinds == NEW) & (causes != NAMES.index("last"))
         misses = near_misses(ids, new, edges_of(match, runs), tokenizer)
     for miss in misses:
-        causes[miss.start : miss.stop] = NAMES.index("tokenised")
+        causes[miss.start : miss.stop] = NAMES.index("broken" if miss.text is None else "tokenised")
     return Explanation(
         planned.spans(), _reasons(planned.planned_kinds, causes), tuple(misses), None, _texts(ids, tokenizer)
     )

@@ -97,7 +97,9 @@ def _near_miss(ids: np.ndarray, edge: Edge, tokenizer) -> NearMiss | None:
     sizes = [(here, there) for here in range(1, MOST_TOKENS + 1) for there in range(1, MOST_TOKENS + 1)]
     for here, there in sorted(sizes, key=lambda size: (sum(size), abs(size[0] - size[1]))):
         own, other = _piece(ids, edge.at, here, edge.step), _piece(edge.stored, edge.place, there, edge.step)
-        if own is None or other is None or np.array_equal(ids[own], edge.stored[other]):
+        if own is None or other is None:
+            continue
+        if any(ids[own][end] == edge.stored[other][end] for end in (0, -1)):  # these are no part of the difference
             continue
         goes_on = _goes_on(ids, own, edge.stored, other, edge.step)
         text = None
@@ -134,6 +136,7 @@ def _common_text(tokenizer, ids, own: slice, stored, other: slice, step: int, go
     ]
     if not goes_on:
         texts = [text.rstrip() if step == 1 else text.lstrip() for text in texts]
-        if not piece.strip() or "\ufffd" in piece:  # no letter, or a part of one
+        if not piece.strip():
             return None
-    return piece if texts[0] == texts[1] else None
+    # a part of a letter reads as U+FFFD whichever part it is
+    return piece if texts[0] == texts[1] and "\ufffd" not in texts[0] else None
