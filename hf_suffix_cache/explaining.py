@@ -179,9 +179,9 @@ def explain(
         planned = PlannedRow.make(ids, 0, match, find_runs, 1, config)
         causes = search.causes(store, planned, reading, place, config)
         start = planned.prefix.length if planned.prefix is not None else 0
-        runs = reading.runs(ids, start, SHORTEST)
-        new = (planned.planned_kinds == NEW) & (causes != NAMES.index("last"))
-        misses = near_misses(ids, new, edges_of(match, runs), tokenizer)
+        edges = edges_of(match, reading.runs(ids, start, SHORTEST))
+    new = (planned.planned_kinds == NEW) & (causes != NAMES.index("last"))
+    misses = near_misses(ids, new, edges, tokenizer)  # without the lock: a tokenizer is somebody else's code
     for miss in misses:
         causes[miss.start : miss.stop] = NAMES.index("broken" if miss.text is None else "tokenised")
     return Explanation(
