@@ -10,6 +10,7 @@ import torch
 from benchmarks import leaks, planted, topics
 from benchmarks.secret_prompts import GUESSES, KINDS, SECRETS, Prompts
 from benchmarks.sources import Question
+from tiny_models import forget, make_model, text
 
 
 class Words:
@@ -136,6 +137,23 @@ def test_prompts_differ_in_the_secret_alone(name):
     asked = prompts.asked()
     assert not set(asked) & set(prompts.words)  # the secret stands nowhere in the question
     assert prompts.secrets[3] in prompts.asked(prompts.secrets[3])
+
+
+def test_a_whole_measurement_on_a_tiny_model():
+    """What the benchmark writes about SmolLM2, on random weights: rows tell all, and strangers are told nothing."""
+    model, tokenizer = make_model("llama"), Words()
+    forget(model)  # the counter's hook stays on it
+    prompts = Prompts(tokenizer, KINDS["city"], text(120, 1, 180, 256))
+    record = leaks.measure(model, leaks.RowCounter(model), prompts)
+    assert len(tokenizer.ids) < 180
+    assert record["rows"]["same front"] == {"all layers": SECRETS, "last 16 rows": SECRETS, "first layer alone": 0}
+    assert record["rows"]["own words"]["first layer alone"] == 0
+    for way in leaks.MOVED:
+        assert np.array(record["answers"]["ways"][way]).shape == (SECRETS, SECRETS)
+    scopes = record["scopes"]
+    assert scopes["asked served"] == scopes["asked rows beyond the prompt"] == 0 and scopes["asked difference"] < 1e-4
+    assert {(pair[name]["rows"], pair[name]["served"]) for pair in scopes["guesses"] for name in pair} == {(0, 0)}
+    assert scopes["owner rows"] == 1 and scopes["owner served"] > 120
 
 
 def test_too_few_words_of_one_token_are_named():
