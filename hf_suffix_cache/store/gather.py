@@ -129,7 +129,8 @@ def _slots(shape: LayerShape, slab: Slab, target: Slab, frequencies):
 def _copy_compiled(source: torch.Tensor, goal: torch.Tensor, runs: Runs, turn, turns: dict) -> bool:
     """One slot by the kernel; False, and nothing is done, if there is none for it. `turns` keeps tables."""
     device = source.device
-    kernel = library("rows", device.type) if source.dtype in KINDS and goal.dtype == source.dtype else None
+    same = goal.dtype == source.dtype and goal.device == device  # rows of a mapped slab lie in the host's memory
+    kernel = library("rows", device.type) if source.dtype in KINDS and same else None
     if kernel is None:
         return False
     which, cosines, sines, spec = _tables(runs, turn, source, turns)
@@ -197,7 +198,7 @@ def _copy_scattered(source: torch.Tensor, goal: torch.Tensor, runs: Runs, turn) 
     """One indexed copy, each row with its own shift."""
     rows, destination, shifts = runs.rows()
     states = _turned(source.index_select(2, _index(rows, source)), shifts, turn)
-    goal.index_copy_(2, _index(destination, source), states)
+    goal.index_copy_(2, _index(destination, goal), states.to(goal.device))
 
 
 def _turned(states: torch.Tensor, shifts: np.ndarray, turn) -> torch.Tensor:
@@ -224,7 +225,8 @@ def _recode(shape: LayerShape, slab: Slab, target: Slab, runs: Runs, frequencies
             continue
         if slab.cold == target.cold and (spec is None or not shifts.any()):
             for source, goal in zip(_kept(slab, shape, slot), _kept(target, shape, slot), strict=True):
-                goal.index_copy_(2, _index(destination, goal), source.index_select(2, _index(rows, source)))
+                states = source.index_select(2, _index(rows, source))
+                goal.index_copy_(2, _index(destination, goal), states.to(goal.device))
             continue
         turn = None if spec is None else (frequencies.get(spec), spec)
         states = _turned(_read(slab, shape, slot, rows), shifts, turn)
@@ -244,9 +246,9 @@ def _kept(slab: Slab, shape: LayerShape, slot: str) -> list[torch.Tensor]:
 def _read(slab: Slab, shape: LayerShape, slot: str, rows: np.ndarray) -> torch.Tensor:
     """Rows in the model's dtype, `[layers, kv_heads, rows, dim]`."""
     if slab.cold is not None:
-        return decode(slab, shape, slot, rows)
+        return decode(slab, shape, slot, rows).to(shape.device)
     states = getattr(slab, slot)[shape]
-    return states.index_select(2, _index(rows, states))
+    return states.index_select(2, _index(rows, states)).to(shape.device)
 
 
 # -- means ----------------------------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ Memory is taken in slabs. A slab holds, for every group of layers with equal sha
 `[layers, kv_heads, rows, head_dim]`, so that a row has the same address in every layer. `references[block]` is the
 only state: a block is free where it is 0. An extent is a contiguous range of blocks; a batch is one extent seen as
 equally spaced rows of a strided tensor. Stored rows need no extent: they are packed one behind the other, those of
-several segments in one block. Cold slabs hold rows in a smaller dtype (`cold.py`), and no extents.
+several segments in one block. Cold slabs hold rows in a smaller dtype (`cold.py`), and no extents. Mapped slabs lie in
+files (`mapped.py`): they are read only, take none of the budget, and go when nothing refers to their rows.
 """
 
+import itertools
 import weakref
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from .cold import cold_bytes, is_scaled, stored_dtype
 from .paging import prefer_large_pages
 
 SLAB_BITS = 32  # an address is slab number << 32 | row
+MAPPED = 1 << 30  # numbers of mapped slabs begin here
 SLAB_BYTES = 256 << 20  # a slab is not larger than this, or than twice what is asked for
 COLD_SLAB_BYTES = 32 << 20  # cold slabs hold packed rows alone, so they may be small
 
@@ -172,7 +175,9 @@ class BlockPool:
             self.groups.setdefault(shape, []).append(layer)
         self.row_bytes = sum(shape.row_bytes for shape in self.shapes)
         self.slabs: dict[int, Slab] = {}
+        self.mapped: dict[int, Slab] = {}  # `MappedSlab`s
         self._next_number = 0
+        self._next_mapped = itertools.count(MAPPED)
         self._private: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._open: dict[torch.dtype | None, tuple[Slab, int]] = {}  # where the next packed row goes, by temperature
 
@@ -210,7 +215,23 @@ class BlockPool:
         index = self.groups[shape].index(layer)
         return slab.keys[shape][index], slab.values[shape][index]
 
+    def is_mapped(self, addresses: np.ndarray) -> bool:
+        """Whether the rows of a segment lie in a file, and take none of the pool's memory."""
+        return len(addresses) > 0 and int(addresses[0]) >> SLAB_BITS >= MAPPED
+
+    def is_intact(self, addresses: np.ndarray) -> bool:
+        """Whether the rows of a segment can be had. Those in a file are read for this, and may be damaged."""
+        return not self.is_mapped(addresses) or self.mapped[int(addresses[0]) >> SLAB_BITS].is_intact()
+
     # -- allocation ---------------------------------------------------------------------------------------------
+
+    def attach(self, slab: Slab) -> np.ndarray:
+        """Take a mapped slab; returns the addresses of its rows, `[rows]`, with a reference for one segment."""
+        slab.number = next(self._next_mapped)
+        self.mapped[slab.number] = slab
+        addresses = (slab.number << SLAB_BITS) + np.arange(slab.rows)
+        self.retain_rows(addresses)
+        return addresses
 
     def round_up(self, rows: int) -> int:
         """`rows` rounded up to whole blocks."""
@@ -399,6 +420,10 @@ class BlockPool:
     def _change(self, slab: Slab, blocks: np.ndarray, change: int) -> None:
         slab.references[blocks] += change
         assert (slab.references[blocks] >= 0).all(), "a block was released more often than it was retained"
+        if slab.number >= MAPPED:
+            if not slab.references.any():
+                del self.mapped[slab.number]
+            return
         if change < 0:  # a block that is free may hold anything next
             for cold, (opened, row) in list(self._open.items()):
                 if opened is slab and slab.references[row // self.block_size] == 0:
@@ -415,5 +440,6 @@ class BlockPool:
         parts = []
         for number in np.unique(numbers).tolist():
             index = np.flatnonzero(numbers == number)
-            parts.append((self.slabs[number], addresses[index] & ((1 << SLAB_BITS) - 1), index))
+            slab = (self.mapped if number >= MAPPED else self.slabs)[number]
+            parts.append((slab, addresses[index] & ((1 << SLAB_BITS) - 1), index))
         return parts

@@ -1,0 +1,191 @@
+"""
+What was loaded and waits for its model, and what lies in files while it is used.
+
+Loading reads no row. A shelf is filled when a model of its identity asks for it first; its rows are read from their
+file when they are served first, and brought into the pool when they are served again and there is room.
+"""
+
+import logging
+import weakref
+
+from .contents import Contents, Shelved, without
+from .layout import RowLayout, geometry_of
+from .mapped import MappedSlab, StoredRows
+from .pool import BlockPool
+from .records import ShelfRecord
+from .room import pack
+from .scopes import Place, Scope
+from .segments import Segment
+from .shelf import Shelf
+
+logger = logging.getLogger("hf_suffix_cache")
+
+PROMOTED_ROWS = 2048  # after one call, at most: 94 MB of SmolLM2-135M in fp32, 15 ms
+USES = 2  # of rows in a file, from which on they are worth memory
+
+
+class Dormant:
+    """
+    The part of a store that lies in files. The store's lock is held by its callers.
+
+    Attributes:
+        stored (weak dict): Where the rows of a segment lie in a file, of those that were loaded or saved.
+    """
+
+    def __init__(self):
+        self.stored: weakref.WeakKeyDictionary[Segment, StoredRows] = weakref.WeakKeyDictionary()
+        self._contents: Contents | None = None
+        self._waiting: dict[tuple[str, str, Place], list[int]] = {}  # which shelves of the contents
+        self._digests: set[str] = set()
+        self._awake: dict[int, weakref.ref[Segment]] = {}
+        self._read: weakref.WeakSet[MappedSlab] = weakref.WeakSet()  # since they were last counted
+        self._damaged: weakref.WeakSet[MappedSlab] = weakref.WeakSet()
+
+    def __len__(self) -> int:
+        """Number of shelves that wait for their model."""
+        return sum(map(len, self._waiting.values()))
+
+    def take(self, contents: Contents) -> None:
+        """Wait for the models of what was loaded."""
+        self._contents = contents
+        for number, shelf in enumerate(contents.shelves):
+            self._waiting.setdefault((shelf.digest, shelf.settings, shelf.place), []).append(number)
+        self._digests = {shelf.digest for shelf in contents.shelves}
+
+    def wake(self, store, identity, place: Place, shapes) -> None:
+        """
+        Fill the store's shelves of this identity and place, and the shared one beside, with what waits for them. It
+        raises nothing: what can't be woken is forgotten, with a warning.
+        """
+        if not self._waiting or getattr(identity, "digest", None) not in self._digests:
+            return
+        for each in (place.beside, place):  # what is shared first: sessions refer to it
+            key = (identity.digest, identity.portable, each)
+            if key not in self._waiting or self._shelf(self._waiting[key][0]).geometry != geometry_of(shapes):
+                continue
+            for number in list(self._waiting[key]):
+                try:
+                    self._wake(store, identity, shapes, number)
+                except Exception:
+                    logger.warning("saved rows of a model can't be used: they are forgotten", exc_info=True)
+                    store.forget(identity)
+        if not self._waiting:
+            self._contents = None
+
+    def clear(self, scope: Scope | None = None) -> None:
+        """Forget what waits, of one scope or all. The files stay until the next `save` to their folder."""
+        self._waiting = {key: each for key, each in self._waiting.items() if scope not in (None, key[2].scope)}
+
+    def shelved(self, now: float) -> list[Shelved]:
+        """What waits, as it would be woken now, to be saved again."""
+        built: dict[int, Segment] = {}
+        made = []
+
+        def find(number: int) -> Segment | None:
+            return built.get(number) or self._find(number)
+
+        # what is shared first: sessions refer to it
+        for key in sorted(self._waiting, key=lambda key: key[2].beside is not None):
+            for number in self._waiting[key]:
+                made.append(self._contents.build(number, now, find))
+                built.update(made[-1].segments)
+        return made
+
+    def promote(self, pool: BlockPool) -> None:
+        """Count which mapped rows of a pool were served since the last time; bring into memory what is used again."""
+        rows = 0
+        for slab in [slab for slab in self._read if pool.mapped.get(slab.number) is slab]:
+            segment = slab.segment()
+            if segment is None or segment.references > segment.holders:  # a call that uses it goes on
+                continue
+            self._read.discard(slab)
+            slab.uses += 1
+            if slab.uses < USES or slab.damage is not None or rows >= PROMOTED_ROWS:
+                continue
+            home = None if segment.home is None else segment.home()
+            if home is not None and pack(pool, [segment], slab.cold):
+                rows += len(segment)
+                home.came_in(segment, slab.cold is None)
+            self._read.discard(slab)  # packing has read it
+
+    def drop_damaged(self, store) -> None:
+        """Forget rows in files that turned out to be damaged, and what can't be without them."""
+        for slab in list(self._damaged):
+            segment = slab.segment()
+            if segment is None or self._drop(store, segment):
+                self._damaged.discard(slab)
+                logger.warning("saved rows are forgotten: %s", slab.damage)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _shelf(self, number: int) -> ShelfRecord:
+        return self._contents.shelves[number]
+
+    def _wake(self, store, identity, shapes, number: int) -> None:
+        """Fill the live shelf that a saved one belongs to; nothing is done for one that has been woken."""
+        record, now = self._shelf(number), store.clock()
+        key = (record.digest, record.settings, record.place)
+        if number not in self._waiting.get(key, ()):
+            return
+        self._waiting[key].remove(number)
+        if not self._waiting[key]:
+            del self._waiting[key]
+        made = self._contents.build(number, now, self._find)
+        if made.faults:
+            logger.warning("%d parts of a saved shelf are damaged and skipped: %s", len(made.faults), made.faults[0])
+        if made.session is not None and store.sessions.get(record.place.scope) is None:
+            store.open_session(record.place.scope, made.session.ttl)
+        shelf = store.shelf(identity, record.place, shapes)
+        try:
+            self._fill(shelf, made)
+            for other in self._contents.bound.get(number, ()):
+                self._wake(store, identity, shapes, other)
+        finally:
+            shelf.unpin(list(made.segments.values()))  # what nothing refers to goes
+        session = store.sessions.get(record.place.scope)
+        if session is not None and made.session is not None and made.session.left_topic is not None:
+            session.cutoff = max(session.cutoff, now - made.session.left_topic)
+
+    def _fill(self, shelf: Shelf, made: Shelved) -> None:
+        """Bring what was made of a saved shelf to a live one; its segments stay pinned."""
+        pool, layouts = shelf.pool, {}
+        groups = list(pool.groups)
+        shelf.pin(list(made.segments.values()))
+        for number, segment in made.segments.items():
+            stored = made.stored[segment]
+            if stored.cold not in layouts:
+                layouts[stored.cold] = RowLayout(made.geometry, stored.cold)
+            slab = MappedSlab(segment, stored, layouts[stored.cold], groups, pool.block_size, self._note)
+            segment.addresses = pool.attach(slab)
+            self.stored[segment] = stored
+            self._awake[number] = weakref.ref(segment)
+            shelf.bring_back(segment, segment in made.findable)
+        for sequence in made.sequences:
+            shelf.add(sequence)
+        for mean in made.means:
+            shelf.add_mean(mean)
+
+    def _find(self, number: int) -> Segment | None:
+        """A segment of a shelf that was woken before, if it is still there."""
+        segment = self._awake[number]() if number in self._awake else None
+        home = None if segment is None or segment.home is None else segment.home()
+        return segment if home is not None and segment in home.segments else None
+
+    def _note(self, slab: MappedSlab) -> None:
+        (self._read if slab.damage is None else self._damaged).add(slab)
+
+    def _drop(self, store, segment: Segment) -> bool:
+        """Forget a segment; False where a conversation that is going on still refers to it."""
+        done = True
+        for shelf in store.shelves.values():
+            for sequence in [each for each in shelf.sequences if segment in each.recipe.segments]:
+                if sequence.busy:
+                    done = False
+                    continue
+                head = without(sequence, {segment})
+                if head is not None:
+                    shelf.add(head)
+                shelf.remove(sequence)
+            if segment in shelf.means:
+                shelf.forget_mean(segment)
+        return done

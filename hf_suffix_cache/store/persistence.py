@@ -1,0 +1,291 @@
+"""
+A store in a folder: `save` writes it, `load` opens it. See `files.py` for what a crash leaves behind, `records.py` for
+what is written, and `dormant.py` for what becomes of it once it is loaded.
+"""
+
+import importlib.metadata
+import logging
+import math
+import os
+import time
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .contents import Arrays, Contents, without
+from .files import (
+    INDEX,
+    MAX_INDEX_BYTES,
+    MAX_TOKENS_BYTES,
+    DamagedFile,
+    Folder,
+    checksum,
+    header,
+    named_by_content,
+    pack_index,
+    unpack_index,
+)
+from .mapped import RowFile
+from .packing import RowWriter, TextTable
+from .records import (
+    MAX_HOPS,
+    DriftRecord,
+    FileRecord,
+    SegmentRecord,
+    SequenceRecord,
+    ShelfRecord,
+    TokensRecord,
+    is_amount,
+    place_record,
+)
+from .segments import Segment
+from .shelf import Sequence
+from .snapshot import Entry, Snapshot, amount
+
+logger = logging.getLogger("hf_suffix_cache")
+
+WRITERS, READERS = "save", "load"  # locks: of whoever saves, and of whoever replaces the index or reads it
+
+_UNTOLD = "belong to models with hooks, replaced functions or objects that can't be told in another process"
+
+
+class Saved(NamedTuple):
+    """What a save did."""
+
+    segments: int
+    bytes_written: int
+    bytes_kept: int  # rows that lay in the folder already
+
+
+def save(store, path) -> Saved:
+    """
+    Write all that a store holds to a folder, and what waits there for its model. Calls go on meanwhile.
+
+    Args:
+        store (`Store`): Whose rows.
+        path (`str` or path): The folder, made if there is none. What an earlier save has left in it is replaced, all
+            at once and last of all.
+
+    Raises:
+        ValueError: where the folder holds an `index.json` of another kind.
+        OSError: where it can't be written to; what was saved before is untouched then.
+    """
+    folder = Folder(path)
+    folder.make()
+    with folder.locked(WRITERS, writing=True), Snapshot(store) as snapshot:
+        rows = RowWriter(folder)
+        try:
+            for part in snapshot.parts:
+                for segment, entry in part.entries.items():
+                    stored = part.shelved.stored.get(segment)
+                    rows.add(segment, part.shelved.geometry, entry.record.cold, stored, snapshot.source(part, segment))
+            rows.close()
+            missing = {segment for part in snapshot.parts for segment in part.entries if segment not in rows.stored}
+            contents, tokens = _contents(snapshot, rows, missing)
+            index = pack_index(contents)
+            _check_sizes(len(index), contents["tokens"].size)
+            folder.put(*tokens)
+            with folder.locked(READERS, writing=True):
+                folder.put(INDEX, [index])
+                folder.sweep({tokens[0], *(file.name for file in rows.files)})
+        except BaseException:
+            rows.discard()
+            raise
+        with store.lock:
+            for segment, stored in rows.stored.items():
+                if segment.home is not None:  # of what waits there are copies only
+                    store.dormant.stored[segment] = stored
+    for reason, count in (("are damaged", len(missing)), (_UNTOLD, snapshot.untold)):
+        if count:
+            logger.warning("%d segments were not saved: they %s", count, reason)
+    return Saved(len(rows.stored), rows.bytes_written, rows.bytes_kept)
+
+
+def load(store, path) -> None:
+    """
+    Open the store in a folder: its rows are found by a model of their identity from now on.
+
+    Args:
+        store (`Store`): An empty one.
+        path (`str` or path): The folder.
+
+    Raises:
+        FileNotFoundError: where no store was saved there.
+        ValueError: where the index, or the file with the tokens, is damaged or of another version. Rows that are
+            missing or damaged are skipped, with a warning.
+    """
+    folder = Folder(path)
+    if not os.path.lexists(folder.path / INDEX):
+        raise FileNotFoundError(f"no store in {folder.path}: there is no {INDEX}. `SuffixCache.save` makes one.")
+    with folder.locked(READERS, writing=False):
+        contents = _read(folder, store.clock())
+    with store.lock:
+        store.dormant.take(contents)
+
+
+# -- the index ------------------------------------------------------------------------------------------------------
+
+
+def _contents(snapshot: Snapshot, rows: RowWriter, missing: set[Segment]) -> tuple[dict, tuple[str, list[bytes]]]:
+    """The index of what was written, and name and bytes of the file with the tokens."""
+    numbers: dict[Segment, int] = {}
+    for part in snapshot.parts:
+        for segment in part.entries:
+            if segment not in missing:
+                numbers[segment] = len(numbers)
+    shelves = []
+    for part in snapshot.parts:
+        kept = []
+        for sequence in part.shelved.sequences:
+            # gone: damaged, or of a shelf that was cleared while this one refers to it
+            gone = {segment for segment in sequence.recipe.segments if segment not in numbers}
+            left = without(sequence, gone) if gone else sequence
+            kept += [] if left is None else [left]
+        shelves.append((part, kept))
+    texts = [segment.context for segment in numbers]
+    texts = TextTable(texts + [sequence.ids for _, kept in shelves for sequence in kept])
+    arrays = {"texts": [texts.joined], "numbers": [], "flags": [], "reach": []}
+    records = []
+    for part, kept in shelves:
+        made = part.shelved
+        segments = [
+            _segment_record(segment, entry, rows, texts, arrays)
+            for segment, entry in part.entries.items()
+            if segment in numbers
+        ]
+        sequences = [_sequence_record(sequence, numbers, texts, arrays, snapshot.now) for sequence in kept]
+        means = [numbers[mean] for mean in made.means if mean in numbers]
+        place = place_record(made.place)
+        shelf = (made.digest, made.settings, place, made.geometry, made.session, segments, means, sequences)
+        records.append(ShelfRecord(*shelf))
+    record, tokens = _tokens(arrays)
+    contents = {
+        "package": _package_version(),
+        "torch": torch.__version__,
+        "saved": time.time(),
+        "tokens": record,
+        "files": [FileRecord(file.name, file.size) for file in rows.files],
+        "shelves": records,
+    }
+    return contents, tokens
+
+
+def _segment_record(segment: Segment, entry: Entry, rows: RowWriter, texts: TextTable, arrays: dict) -> SegmentRecord:
+    record, stored = entry.record, rows.stored[segment]
+    record.text, record.offset, record.checksum = texts.start(segment.context), stored.offset, stored.checksum
+    record.file = rows.files.index(stored.file)
+    arrays["numbers"].append(segment.positions)
+    arrays["flags"] += entry.masks
+    if segment.reach is not None:
+        arrays["reach"].append(segment.reach.reshape(-1))
+    return record
+
+
+def _sequence_record(sequence: Sequence, numbers: dict, texts: TextTable, arrays: dict, now: float) -> SequenceRecord:
+    recipe = sequence.recipe
+    arrays["numbers"] += [recipe.which, recipe.offset, recipe.shift]
+    drifts = []
+    for each in recipe.drifts:
+        drift = each.drift
+        arrays["numbers"] += [drift.anchors, drift.targets, drift.run_start, each.which, each.offset, each.shift]
+        arrays["flags"].append(each.kept)
+        counts = (len(part) for part in (drift.anchors, drift.targets, drift.run_start, each.which))
+        drifts.append(DriftRecord(*counts))
+    known = sequence.expected_kl is not None and math.isfinite(sequence.expected_kl)
+    return SequenceRecord(
+        text=texts.start(sequence.ids),
+        length=len(sequence.ids),
+        exact=int(sequence.exact),
+        prompt_length=int(sequence.prompt_length),
+        hops=min(int(sequence.hops), MAX_HOPS),
+        expected_kl=amount(sequence.expected_kl) if known else None,
+        unused=amount(now - sequence.last_used),
+        segments=[numbers[segment] for segment in recipe.segments],
+        drifts=drifts,
+    )
+
+
+def _tokens(arrays: dict[str, list]) -> tuple[TokensRecord, tuple[str, list[bytes]]]:
+    """The file with the tokens: its record, its name and its bytes."""
+    joined = {}
+    for name, dtype in Arrays.KINDS.items():
+        parts = [np.asarray(part).astype(dtype) for part in arrays[name]]
+        joined[name] = np.concatenate([np.empty(0, dtype=dtype), *parts])
+    counts = {name: len(array) for name, array in joined.items()}
+    data = [_tokens_header(counts), *(array.tobytes() for array in joined.values())]
+    name = named_by_content("tokens", checksum(data))
+    return TokensRecord(name, sum(map(len, data)), **counts), (name, data)
+
+
+def _tokens_header(counts: dict[str, int]) -> bytes:
+    tags = {"texts": "I32", "numbers": "I32", "reach": "F16", "flags": "U8"}
+    kinds = Arrays.KINDS.items()
+    return header((name, tags[name], (counts[name],), counts[name] * dtype.itemsize) for name, dtype in kinds)
+
+
+def _package_version() -> str:
+    try:
+        return importlib.metadata.version("hf-suffix-cache")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "unknown"
+
+
+def _check_sizes(index: int, tokens: int) -> None:
+    """Write nothing that could not be loaded."""
+    for what, size, limit in (("index", index, MAX_INDEX_BYTES), ("tokens", tokens, MAX_TOKENS_BYTES)):
+        if size > limit:
+            raise ValueError(f"the {what} of this store would take {size:,} bytes, {limit:,} are the most.")
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Folder, now: float) -> Contents:
+    """What the index and the tokens in a folder say, checked."""
+    where = folder.path / INDEX
+    index = unpack_index(folder.read(INDEX, MAX_INDEX_BYTES), where)
+    saved, files, shelves = (index.get(name) for name in ("saved", "files", "shelves"))
+    if not is_amount(saved) or type(files) is not list or type(shelves) is not list:
+        raise DamagedFile(f"{where} is not complete.")
+    records = [FileRecord.read(each) for each in files]
+    if len({record.name for record in records}) < len(records):
+        raise DamagedFile(f"{where} names a file twice.")
+    arrays = _read_tokens(folder, TokensRecord.read(index.get("tokens")))
+    opened, faults = [], []
+    for record in records:
+        file = RowFile(folder, record.name, record.size)
+        try:
+            file.open()
+        except DamagedFile as fault:
+            file = None
+            faults.append(str(fault))
+        opened.append(file)
+    age = max(0.0, time.time() - saved)
+    try:
+        read = [ShelfRecord.read(each) for each in shelves]
+        contents = Contents(read, opened, [record.size for record in records], arrays, now - age)
+    except DamagedFile as fault:
+        raise DamagedFile(f"{where}: {fault}.") from fault
+    if faults:
+        logger.warning("%d files of a saved store are skipped, with the rows in them: %s", len(faults), faults[0])
+    return contents
+
+
+def _read_tokens(folder: Folder, record: TokensRecord) -> Arrays:
+    where = folder.path / record.name
+    data = folder.read(record.name, MAX_TOKENS_BYTES)
+    counts = {name: getattr(record, name) for name in Arrays.KINDS}
+    start = _tokens_header(counts)
+    num_bytes = len(start) + sum(counts[name] * dtype.itemsize for name, dtype in Arrays.KINDS.items())
+    if len(data) != record.size or num_bytes != record.size or not data.startswith(start):
+        raise DamagedFile(f"{where} is not the file that the index is of.")
+    if named_by_content("tokens", checksum([data])) != record.name:
+        raise DamagedFile(f"{where} was changed after it was saved: its checksum is off.")
+    arrays, offset = {}, len(start)
+    for name, dtype in Arrays.KINDS.items():
+        arrays[name] = np.frombuffer(data, dtype=dtype, count=counts[name], offset=offset)
+        offset += counts[name] * dtype.itemsize
+    if (arrays["texts"] < 0).any():
+        raise DamagedFile(f"{where} holds token ids below 0.")
+    return Arrays(**arrays)

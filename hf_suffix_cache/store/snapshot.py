@@ -1,0 +1,163 @@
+"""A store at one moment, as it is saved while calls go on."""
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .contents import Shelved
+from .layout import COLD, Piece, geometry_of
+from .mapped import StoredRows
+from .pool import BlockPool
+from .records import MAX_AMOUNT, MAX_HOPS, SegmentRecord, SessionRecord
+from .segments import Segment
+from .shelf import Shelf
+
+
+@dataclass(eq=False)
+class Entry:
+    """A segment's record, complete but for where its rows lie, and the rows that each context of a mean gave."""
+
+    record: SegmentRecord
+    masks: list[np.ndarray]
+
+
+@dataclass(eq=False)
+class Part:
+    """A shelf, live or waiting (without a pool)."""
+
+    shelved: Shelved
+    entries: dict[Segment, Entry]
+    pool: BlockPool | None = None
+
+
+class Snapshot:
+    """
+    A store at one moment. What may change later is copied; rows are pinned, so that they stay until they are written:
+    they are not given up, not converted, and means that are pinned are not drawn into.
+    """
+
+    def __init__(self, store):
+        self._store = store
+        self._pinned: dict[Segment, Shelf] = {}
+        self.parts: list[Part] = []
+        self.now = 0.0
+        self.untold = 0
+
+    def __enter__(self) -> "Snapshot":
+        try:
+            self._fill()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception) -> None:
+        with self._store.lock:
+            for segment, shelf in self._pinned.items():
+                shelf.unpin([segment])
+            self._pinned = {}
+
+    def source(self, part: Part, segment: Segment) -> Callable[[list[Piece]], list[torch.Tensor]] | None:
+        """What gives the rows of a segment, tensor by tensor, and lets it go: None of one that lies in a file."""
+        if part.pool is None or part.pool.is_mapped(segment.addresses):
+            return None
+
+        def read(pieces) -> list[torch.Tensor]:
+            with self._store.lock:
+                found = [_gather(part.pool, segment, piece) for piece in pieces]
+                self._pinned.pop(segment).unpin([segment])
+            return found
+
+        return read
+
+    def _fill(self) -> None:
+        store = self._store
+        with store.lock:
+            store.expire()
+            self.now = store.clock()
+            for (identity, place), shelf in store.shelves.items():
+                settings, geometry = getattr(identity, "portable", None), geometry_of(shelf.pool.shapes)
+                if settings is None or geometry is None:
+                    self.untold += len(shelf.segments)
+                    continue
+                session = store.sessions.get(place.scope)
+                if session is not None:
+                    left = None if session.cutoff == -math.inf else amount(self.now - session.cutoff)
+                    session = SessionRecord(session.ttl if session.ttl != math.inf else None, left)
+                made = Shelved(identity.digest, settings, place, geometry, session)
+                made.segments = dict(enumerate(each for each in shelf.segments if each.holders))
+                made.findable = {each for each in made.segments.values() if each in shelf.windows}
+                made.means = list(shelf.means)
+                made.sequences = [copy.copy(sequence) for sequence in shelf.sequences]
+                made.stored = {segment: self._unchanged(shelf.pool, segment) for segment in made.segments.values()}
+                self._take(made, shelf.pool)
+                for segment in made.segments.values():
+                    shelf.pin([segment])
+                    self._pinned[segment] = shelf
+            for made in store.dormant.shelved(self.now):
+                self._take(made)
+
+    def _take(self, made: Shelved, pool: BlockPool | None = None) -> None:
+        if not made.segments:
+            return
+        entries = {}
+        for segment in made.segments.values():
+            if pool is None or pool.is_mapped(segment.addresses):
+                cold = made.stored[segment].cold
+            else:
+                cold = COLD.get(pool.by_slab(segment.addresses[:1])[0][0].cold)
+            entries[segment] = _entry(segment, segment in made.findable, cold, self.now)
+        self.parts.append(Part(made, entries, pool))
+
+    def _unchanged(self, pool: BlockPool, segment: Segment) -> StoredRows | None:
+        """Where the rows of a segment lie in a file, if they are the same ones still."""
+        stored = self._store.dormant.stored.get(segment)
+        if stored is None or pool.is_mapped(segment.addresses):
+            return stored
+        cold = COLD.get(pool.by_slab(segment.addresses[:1])[0][0].cold)
+        return None if segment.is_mean or cold != stored.cold else stored
+
+
+def _entry(segment: Segment, findable: bool, cold: str | None, now: float) -> Entry:
+    contexts = {} if segment.copies is None else segment.copies.contexts
+    record = SegmentRecord(
+        text=0,
+        length=len(segment.context),
+        rows=len(segment),
+        state=segment.state,
+        hops=min(int(segment.hops), MAX_HOPS),
+        unused=amount(now - segment.last_used),
+        age=amount(now - segment.created),
+        findable=findable,
+        distances=0 if segment.reach is None else segment.reach.shape[1],
+        contexts=[context.hex() for context in contexts],
+        shared_left=0 if segment.copies is None else int(segment.copies.shared_left),
+        cold=cold,
+        file=0,
+        offset=0,
+        checksum="",
+    )
+    return Entry(record, list(contexts.values()))
+
+
+def amount(value: float) -> float:
+    """A number of seconds, or of nats, as it is written."""
+    return min(max(0.0, float(value)), MAX_AMOUNT)
+
+
+def _gather(pool: BlockPool, segment: Segment, piece: Piece) -> torch.Tensor:
+    """One tensor of a segment, in the host's memory."""
+    shape = list(pool.groups)[piece.group]
+    parts = pool.by_slab(segment.addresses)
+    whole = torch.empty(piece.shape, dtype=piece.dtype)
+    for slab, rows, index in parts:
+        kept = getattr(slab, piece.slot)[shape]
+        taken = kept.index_select(2, torch.from_numpy(rows).to(kept.device)).cpu()
+        if len(parts) == 1:
+            return taken
+        whole.index_copy_(2, torch.from_numpy(index), taken)
+    return whole
