@@ -9,7 +9,7 @@ from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.causes import CAUSES
 from hf_suffix_cache.explaining import SHOWN
 from hf_suffix_cache.near_misses import NearMiss
-from reference import ask, check_pool, common_runs, stored
+from reference import ask, check_pool, common_runs, in_threads, stored
 from tiny_models import A, B, C, D, head, make_model, new_text, old_text, question, text
 
 
@@ -223,6 +223,28 @@ def test_rotary_modules_are_left_as_they_were():
     check(cache.explain(model, old_text(20, 1)))
     after = dict(model.named_buffers())
     assert before.keys() == after.keys() and all(torch.equal(after[name], each) for name, each in before.items())
+
+
+def test_explaining_while_others_store_and_evict():
+    """Whatever goes on meanwhile, an explanation covers its prompt, and the pool is whole afterwards."""
+    model, cache = make_model("llama"), SuffixCache(max_bytes=900 * 3 * 2 * 2 * 16 * 4)
+    ask(model, A + B + question(1), cache)
+    running, told = [True], set()
+
+    def call(name: str):
+        for number in range(15):
+            ask(model, head(number) + A + old_text(60, number) + question(number), cache.session(name), steps=2)
+        running.clear()
+
+    def look(name: str):
+        while running:
+            explanation = cache.session(name).explain(model, head(1) + A + B + question(1), WORDS)
+            check(explanation)
+            told.update(explanation.causes)
+
+    in_threads([lambda: call("alice"), lambda: call("bob"), lambda: look("alice"), lambda: look("bob")])
+    assert "shifted" in told and cache.stats.evictions > 0
+    check_pool(cache)
 
 
 # -- whose text -------------------------------------------------------------------------------------------------------
