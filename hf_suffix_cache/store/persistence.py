@@ -86,12 +86,13 @@ def save(store, path) -> Saved:
             index = pack_index(contents)
             _check_sizes(len(index), contents["tokens"].size)
             folder.put(*tokens)
-            with folder.locked(READERS, writing=True):
-                folder.put(INDEX, [index])
-                folder.sweep({tokens[0], *(file.name for file in rows.files)})
         except BaseException:
             rows.discard()
             raise
+        # from here on nothing is taken back: the new index may be in its place although its writing has failed
+        with folder.locked(READERS, writing=True):
+            folder.put(INDEX, [index])
+            folder.sweep({tokens[0], *(file.name for file in rows.files)})
         with store.lock:
             for segment, stored in rows.stored.items():
                 if segment.home is not None:  # of what waits there are copies only
