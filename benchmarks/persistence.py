@@ -3,7 +3,7 @@ Stores on disk: how soon one opens, what a restart keeps, and what crashes and d
 
 | part | question |
 |---|---|
-| `open` | how long does a store of `--gigabytes` take to be saved, to be opened, and to give its first rows (no model) |
+| `open` | how long does a store of `--gigabytes` take to be saved, to open, and to give its first rows (no model) |
 | `restart` | are hits and plans in a new process those of the old one; how soon is its first token (SmolLM2-135M) |
 | `kill` | is a store whole after `kill -9` at a random moment of a save (no model) |
 | `together` | is what readers find whole while other processes save to the same folder (no model) |

@@ -55,14 +55,14 @@ class Arrays:
     front to back.
 
     Args:
-        texts, numbers, flags, reach (`np.ndarray` of int32, int32, uint8 and float16): See `records.py`.
+        texts, numbers, reach, flags (`np.ndarray` of int32, int32, float16 and uint8): See `records.py`.
     """
 
-    KINDS = {"texts": np.dtype("<i4"), "numbers": np.dtype("<i4"), "flags": np.dtype("u1"), "reach": np.dtype("<f2")}
+    KINDS = {"texts": np.dtype("<i4"), "numbers": np.dtype("<i4"), "reach": np.dtype("<f2"), "flags": np.dtype("u1")}
 
-    def __init__(self, texts: np.ndarray, numbers: np.ndarray, flags: np.ndarray, reach: np.ndarray):
+    def __init__(self, texts: np.ndarray, numbers: np.ndarray, reach: np.ndarray, flags: np.ndarray):
         self.texts = texts.astype(np.int64)
-        self._parts = {"numbers": numbers, "flags": flags, "reach": reach}
+        self._parts = {"numbers": numbers, "reach": reach, "flags": flags}
         self._at = dict.fromkeys(self._parts, 0)
 
     @property
