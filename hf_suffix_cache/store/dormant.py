@@ -2,21 +2,24 @@
 What was loaded and waits for its model, and what lies in files while it is used.
 
 Loading reads no row. A shelf is filled when a model of its identity asks for it first; its rows are read from their
-file when they are served first, and brought into the pool when they are served again and there is room.
+file when they are served first, and brought into the pool when they are served again and there is room. Where memory
+is short they go back to their file.
 """
 
 import logging
 import weakref
 
+import numpy as np
+
 from .contents import Contents, Shelved, without
-from .layout import RowLayout, geometry_of
+from .layout import COLD, RowLayout, geometry_of
 from .mapped import MappedSlab, StoredRows
 from .pool import BlockPool
 from .records import ShelfRecord
 from .room import pack
 from .scopes import Place, Scope
 from .segments import Segment
-from .shelf import Shelf
+from .shelf import Sequence, Shelf
 
 logger = logging.getLogger("hf_suffix_cache")
 
@@ -108,6 +111,27 @@ class Dormant:
                 home.came_in(segment, slab.cold is None)
             self._read.discard(slab)  # packing has read it
 
+    def put_back(self, shelf: Shelf, sequence: Sequence) -> bool:
+        """
+        Let go of the memory of a sequence's rows that lie in files as well, instead of giving it up: they are served
+        from there. False if there are none.
+        """
+        pool, done = shelf.pool, False
+        for segment in sequence.recipe.segments:
+            stored = self.stored.get(segment)
+            home = None if segment.home is None else segment.home()
+            if stored is None or home is None or pool.is_mapped(segment.addresses) or segment.is_mean:
+                continue  # means go on changing
+            cold = COLD.get(pool.by_slab(segment.addresses[:1])[0][0].cold)
+            if cold != stored.cold or segment.references > segment.holders or not stored.is_there():
+                continue
+            old = segment.addresses
+            home.went_out(segment)
+            segment.addresses = self._map(pool, segment, stored)
+            pool.release_rows(old)
+            done = True
+        return done
+
     def drop_damaged(self, store) -> None:
         """Forget rows in files that turned out to be damaged, and what can't be without them."""
         for slab in list(self._damaged):
@@ -148,22 +172,21 @@ class Dormant:
 
     def _fill(self, shelf: Shelf, made: Shelved) -> None:
         """Bring what was made of a saved shelf to a live one; its segments stay pinned."""
-        pool, layouts = shelf.pool, {}
-        groups = list(pool.groups)
         shelf.pin(list(made.segments.values()))
         for number, segment in made.segments.items():
-            stored = made.stored[segment]
-            if stored.cold not in layouts:
-                layouts[stored.cold] = RowLayout(made.geometry, stored.cold)
-            slab = MappedSlab(segment, stored, layouts[stored.cold], groups, pool.block_size, self._note)
-            segment.addresses = pool.attach(slab)
-            self.stored[segment] = stored
+            segment.addresses = self._map(shelf.pool, segment, made.stored[segment])
             self._awake[number] = weakref.ref(segment)
             shelf.bring_back(segment, segment in made.findable)
         for sequence in made.sequences:
             shelf.add(sequence)
         for mean in made.means:
             shelf.add_mean(mean)
+
+    def _map(self, pool: BlockPool, segment: Segment, stored: StoredRows) -> np.ndarray:
+        """Addresses of a segment's rows in its file, `[rows]`, with a reference for it."""
+        self.stored[segment] = stored
+        layout = RowLayout(geometry_of(pool.shapes), stored.cold)
+        return pool.attach(MappedSlab(segment, stored, layout, list(pool.groups), pool.block_size, self._note))
 
     def _find(self, number: int) -> Segment | None:
         """A segment of a shelf that was woken before, if it is still there."""

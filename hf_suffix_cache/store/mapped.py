@@ -52,6 +52,14 @@ class StoredRows:
         self.cold = cold
         self._is_checked = False
 
+    def is_there(self) -> bool:
+        """Whether the file can be opened, or was."""
+        try:
+            self.file.open()
+        except DamagedFile:
+            return False
+        return True
+
     def read(self) -> tuple[mmap.mmap, int]:
         """
         The file's bytes and where the segment's begin in them. At the first time they are all read, and compared with
