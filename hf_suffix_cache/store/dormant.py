@@ -147,14 +147,14 @@ class Dormant:
 
     def _wake(self, store, identity, shapes, number: int) -> None:
         """Fill the live shelf that a saved one belongs to; nothing is done for one that has been woken."""
-        record, now = self._shelf(number), store.clock()
+        contents, record, now = self._contents, self._shelf(number), store.clock()
         key = (record.digest, record.settings, record.place)
         if number not in self._waiting.get(key, ()):
-            return
+            return  # making its shelf has woken it
         self._waiting[key].remove(number)
         if not self._waiting[key]:
             del self._waiting[key]
-        made = self._contents.build(number, now, self._find)
+        made = contents.build(number, now, self._find)
         if made.faults:
             logger.warning("%d parts of a saved shelf are damaged and skipped: %s", len(made.faults), made.faults[0])
         if made.session is not None and store.sessions.get(record.place.scope) is None:
@@ -162,7 +162,7 @@ class Dormant:
         shelf = store.shelf(identity, record.place, shapes)
         try:
             self._fill(shelf, made)
-            for other in self._contents.bound.get(number, ()):
+            for other in contents.bound.get(number, ()):
                 self._wake(store, identity, shapes, other)
         finally:
             shelf.unpin(list(made.segments.values()))  # what nothing refers to goes

@@ -78,6 +78,7 @@ class Snapshot:
         store = self._store
         with store.lock:
             store.expire()
+            store.dormant.drop_damaged(store)
             self.now = store.clock()
             for (identity, place), shelf in store.shelves.items():
                 settings, geometry = getattr(identity, "portable", None), geometry_of(shelf.pool.shapes)
