@@ -15,7 +15,6 @@ from .contents import Contents, Shelved, without
 from .layout import COLD, RowLayout, geometry_of
 from .mapped import MappedSlab, StoredRows
 from .pool import BlockPool
-from .records import ShelfRecord
 from .room import pack
 from .scopes import Place, Scope
 from .segments import Segment
@@ -62,13 +61,14 @@ class Dormant:
         """
         if not self._waiting or getattr(identity, "digest", None) not in self._digests:
             return
+        contents = self._contents
         for each in (place.beside, place):  # what is shared first: sessions refer to it
             key = (identity.digest, identity.portable, each)
-            if key not in self._waiting or self._shelf(self._waiting[key][0]).geometry != geometry_of(shapes):
+            if key not in self._waiting or contents.shelves[self._waiting[key][0]].geometry != geometry_of(shapes):
                 continue
             for number in list(self._waiting[key]):
                 try:
-                    self._wake(store, identity, shapes, number)
+                    self._wake(contents, store, identity, shapes, number)
                 except Exception:
                     logger.warning("saved rows of a model can't be used: they are forgotten", exc_info=True)
                     store.forget(identity)
@@ -142,12 +142,9 @@ class Dormant:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _shelf(self, number: int) -> ShelfRecord:
-        return self._contents.shelves[number]
-
-    def _wake(self, store, identity, shapes, number: int) -> None:
+    def _wake(self, contents: Contents, store, identity, shapes, number: int) -> None:
         """Fill the live shelf that a saved one belongs to; nothing is done for one that has been woken."""
-        contents, record, now = self._contents, self._shelf(number), store.clock()
+        record, now = contents.shelves[number], store.clock()
         key = (record.digest, record.settings, record.place)
         if number not in self._waiting.get(key, ()):
             return  # making its shelf has woken it
@@ -163,7 +160,7 @@ class Dormant:
         try:
             self._fill(shelf, made)
             for other in contents.bound.get(number, ()):
-                self._wake(store, identity, shapes, other)
+                self._wake(contents, store, identity, shapes, other)
         finally:
             shelf.unpin(list(made.segments.values()))  # what nothing refers to goes
         session = store.sessions.get(record.place.scope)
