@@ -28,7 +28,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["hf_suffix_cache", "hf_suffix_cache.*"]),
     package_data={"hf_suffix_cache": ["csrc/*", "bound/*.json"]},
-    install_requires=["torch>=2.6", "transformers>=5.17,<6", "accelerate", "safetensors", "numpy"],
+    install_requires=["torch>=2.6", "transformers>=5.17,<6", "accelerate", "safetensors", "numpy", "filelock"],
     extras_require={
         "kernels": KERNELS,
         "plot": PLOT,

@@ -4,6 +4,7 @@ from .bound import Calibration
 from .cache import SuffixCache
 from .config import PoolExhausted, SuffixCacheConfig, UnsupportedModelError
 from .diagnosis import diagnose
+from .explaining import Explanation
 from .generation import uninstall
 from .planning import Span
 from .registration import system_turn
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Calibration",
+    "Explanation",
     "PoolExhausted",
     "ReuseReport",
     "Span",

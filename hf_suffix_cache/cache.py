@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import generation
+from .admission import Admission, admit
 from .attention import own_implementation
 from .auditing import audit_answer
 from .bound import Auditor, Calibration, builtin
@@ -20,17 +21,21 @@ from .building import build_in_background
 from .calibrating import calibrate, fingerprint
 from .capabilities import CapabilityTable
 from .capability import Capability, input_device
+from .causes import Search
 from .comparison import Comparison, compare
 from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names, check_ttl
-from .identity import Identity, IdentityTable, refusal
+from .events import Events
+from .explaining import Explanation, explain, plain_call, read_prompt, refused
+from .identity import Identity, IdentityTable
 from .inputs import Refused
 from .private import PrivateView
-from .regimes import RotaryRegimes
-from .registration import register
+from .registration import Pins, register
 from .report import CacheStats, ReuseReport
 from .request import Request
 from .settling import Settlement, Settler, settle, settle_answer
+from .store import persistence
 from .store.compaction import CompactionResult
+from .store.pins import unpin
 from .store.scopes import Place, Scope, session_scope
 from .store.shelf import Sequence
 from .store.store import Store
@@ -61,11 +66,14 @@ class _Owned:
         self.calibration = builtin()
         self.auditor = Auditor(config.audit_rate)
         self.settler = Settler()
+        self.events = Events(lambda: self.store.evictions)
         self.stats = CacheStats(
             bytes_used=lambda: self.store.bytes_used,
             bytes_total=lambda: self.store.bytes_total,
             segments=lambda: self.store.num_segments,
             evictions=lambda: self.store.evictions,
+            turned_away=lambda: self.store.steward.turned_away,
+            expirations=lambda: self.store.expirations,
             bytes_by_kind=lambda: self.store.bytes_by_kind(),
         )
         self._session_stats: dict[Scope, CacheStats] = {}
@@ -84,6 +92,7 @@ class _Owned:
                     bytes_total=lambda: sum(shelf.bytes_used for shelf in store.shelves_of(scope)),
                     segments=lambda: sum(len(shelf.segments) for shelf in store.shelves_of(scope)),
                     evictions=lambda: sum(shelf.evictions for shelf in store.shelves_of(scope)),
+                    expirations=lambda: store.expired_of(scope),
                 )
             return self._session_stats[scope]
 
@@ -131,6 +140,7 @@ class SuffixCache(PrivateView):
         self._calls: list[int] = [0]
         self._counts = True
         self._levels: list | None = None
+        self._wanted = False  # whether its calls are stored whatever must go
         super().__init__()
 
     # -- handles and reports ------------------------------------------------------------------------------------
@@ -227,6 +237,8 @@ class SuffixCache(PrivateView):
         self._owned.stats.update(report)
         if self._scope.kind == "session":
             self.stats.update(report)
+        self._owned.events.gave_up(self._store.happened)
+        self._owned.events.finished(report, self._scope)
         if report.carried_tokens or report.shifted_tokens:
             _say_once(
                 "approximate",
@@ -244,14 +256,21 @@ class SuffixCache(PrivateView):
     def answered(self, model: PreTrainedModel, request: Request) -> None:
         """A `generate` call's answer is out, and reported."""
         if self.config.audit_rate:
-            audit_answer(self.silent(audit_rate=0.0), model, request, self._owned.auditor)
+            record = audit_answer(self.silent(audit_rate=0.0), model, request, self._owned.auditor)
+            if record is not None:
+                self._owned.events.audited(record, self._scope)
         if self.config.settle:
             background = self.config.settle == "background"
             settle_answer(model, request, self._owned.settler, background, self._revival())
 
     def _revival(self) -> Callable[[], "SuffixCache | None"]:
         """What makes a handle like this one again, without keeping the store alive until then."""
-        kind, owned, config, scope = type(self), weakref.ref(self._owned), self.config.replace(repair=None), self._scope
+        kind, owned, config, scope = (
+            type(self),
+            weakref.ref(self._owned),
+            self.config.replace(repair=None),
+            self._scope,
+        )
 
         def revive():
             alive = owned()
@@ -276,30 +295,11 @@ class SuffixCache(PrivateView):
         A request with its view for one call of a model, of `batch` rows if that is known, or for one plain forward of
         an `attached` model; raises `Refused` with a reason if reuse can't serve it.
         """
-        if model.training:
-            raise Refused("the model is in training mode; call model.eval() to reuse rows")
-        device = input_device(model)
-        if torch.is_autocast_enabled(device.type):
-            raise Refused("autocast is on: rows would depend on a setting that can't be seen later")
-        reason = refusal(model)
-        if reason is not None:
-            raise Refused(reason)
         tokens = options.get("prompt_columns") or 10**9
-        identity = self._identity(model, tokens)
-        capability, rows = self._owned.capabilities.get(model, (identity.settings, identity.digest))
-        if rows:
-            identity = self._identity(model, tokens)  # some models get ready for their first forward in it
-        if capability.kind == "none":
-            raise Refused(capability.reason)
-        if not capability.batches and batch != 1:
-            raise Refused("this model's batches can't be continued from stored rows; one sequence at a time can")
-        regimes = RotaryRegimes(model) if capability.length_dependent else None
-        if regimes is not None and regimes.edited:
-            raise Refused("rotary frequencies that depend on the length were edited by hand")
-        if regimes is not None and attached and regimes.keep_history:
-            raise Refused("dynamic frequencies go on from forward to forward, and only generate's are followed")
-        if regimes is not None and options.get("chunk"):
-            raise Refused("prefill_chunk_size: each chunk would have rotary frequencies of its own")
+        known = self._identity, self._owned.capabilities
+        admitted = admit(model, *known, tokens, batch, attached, options.get("chunk"))
+        identity, capability, rows, regimes = admitted
+        device = input_device(model)
         specs = {
             spec for shape in capability.shapes for spec in (shape.rotary, shape.value_rotary) if spec is not None
         }
@@ -324,6 +324,7 @@ class SuffixCache(PrivateView):
             self._store.open_session(self._scope, self.config.ttl)
         reading = reading_of()
         view = View(self._store, reading.own, capability)
+        asks = self._counts and self._owned.events.wants_causes
         return Request(
             view,
             self.config,
@@ -336,9 +337,19 @@ class SuffixCache(PrivateView):
             shared_of=shared_of,
             same_model=same_model,
             rule=rule,
+            wanted=self._wanted,
             trace=self._levels,
+            search=self._search(model, admitted) if asks else None,
             **{**options, **({"adopt": False} if attached else {})},
         )
+
+    def _search(self, model: PreTrainedModel, admitted: Admission) -> Search:
+        """What finds out why prompts of this scope are not served."""
+        nothing = "state" if self._owned.events.has_changed(model, admitted.identity) else "empty"
+        if self._scope.kind == "session" and not self.stats.requests:
+            nothing = "session"
+        front_only = admitted.capability.kind != "shift" and self.config.fidelity != "exact"
+        return Search(admitted.identity, front_only, nothing)
 
     def _identity(self, model: PreTrainedModel, tokens: int) -> Identity:
         """The model's identity now; rows of identities that can never return are forgotten."""
@@ -402,7 +413,9 @@ class SuffixCache(PrivateView):
         self.calibration = calibrate(self, model, prompts, alpha, tokenizer, owner)
         return self.calibration
 
-    def register(self, model: PreTrainedModel, texts_or_ids, tokenizer=None, at: str = "anywhere") -> int:
+    def register(
+        self, model: PreTrainedModel, texts_or_ids, tokenizer=None, at: str = "anywhere", pin: bool = False
+    ) -> int:
         """
         Precompute texts, one or many, with progress. They are shared: every session is served them.
 
@@ -412,9 +425,11 @@ class SuffixCache(PrivateView):
             tokenizer (*optional*): Encodes strings, and gives the sink prefix (BOS and an empty system turn).
             at (`str`): `"anywhere"`: behind the sink prefix, to be moved; `"front"`: at position 0, exact for prompts
                 that start so.
+            pin (`bool`, *optional*, defaults to `False`): Never give them up for room, until `unpin` or `clear`.
 
         Returns:
-            `int`: Tokens stored. Raises `UnsupportedModelError` for a model whose rows can't be stored.
+            `int`: Tokens stored. Raises `UnsupportedModelError` for a model whose rows can't be stored, and
+            `ValueError`, before anything runs, if more would be pinned than `pin_share` allows.
         """
         _check_model(model)
         capability = self.capability(model)
@@ -423,7 +438,39 @@ class SuffixCache(PrivateView):
             raise UnsupportedModelError(
                 f"rows of this {type(model).__name__} can't be registered {at}: {capability.reason}.{remedy}"
             )
-        return register(self._handle({}, self._scope.beside), model, texts_or_ids, tokenizer, at)
+        handle = self._handle({"fidelity": "exact"}, self._scope.beside)
+        handle._wanted = True
+        pinning = Pins(self._store, self._identity(model, 0), handle._scope, capability.shapes) if pin else None
+        return register(handle, model, texts_or_ids, tokenizer, at, pinning)
+
+    def unpin(self) -> int:
+        """Take off all pins (see `register`): what was pinned stays as long as it is worth it. Returns how many."""
+        return unpin(self._store)
+
+    def explain(self, model: PreTrainedModel, ids, tokenizer=None) -> Explanation:
+        """
+        Why each token of a prompt would be reused or not if `generate` were called with it now, and where stored text
+        was missed because it is tokenised otherwise. The model is not run, and no use of what is stored is noted; a
+        model that this cache has not met is measured by its first call, or by `capability`.
+
+        Args:
+            model (`PreTrainedModel`): Whose call it would be.
+            ids (`str`, list of `int`, or tensor or array of one row): The prompt. A string needs a `tokenizer`.
+            tokenizer (*optional*): Tells stored text that is tokenised otherwise from text that was edited.
+
+        Returns:
+            `Explanation`: With `spans`, `reasons` and `near_misses`; it can be printed, and a notebook shows it. Reads
+            what a call of this handle would read, and tells of nothing else.
+        """
+        _check_model(model)
+        ids = read_prompt(model, ids, tokenizer)
+        try:
+            call = plain_call(model)
+            options = {"batch": call.expansion, "chunk": call.get("prefill_chunk_size"), "measures": False}
+            admitted = admit(model, self._identity, self._owned.capabilities, len(ids), **options)
+        except Refused as refusal:
+            return refused(ids, str(refusal), tokenizer)
+        return explain(ids, self._store, self._scope, self.config, admitted, self._search(model, admitted), tokenizer)
 
     def capability(self, model: PreTrainedModel) -> Capability:
         """
@@ -480,6 +527,33 @@ class SuffixCache(PrivateView):
     def compact(self) -> CompactionResult:
         """Pack all that is stored, as the store does by itself in small steps; returns (bytes moved, blocks freed)."""
         return self._store.compact()
+
+    def save(self, folder) -> persistence.Saved:
+        """
+        Write the rows of all handles to a folder, and what waits there still for its model, while calls go on. A
+        crash leaves the old store or the new one. Rows are as secret on disk as in memory: see docs/security.md.
+
+        Returns:
+            `Saved`: Segments, bytes written, and bytes of rows that lay in the folder already. Raises `ValueError` for
+            a folder with another kind of `index.json`, `OSError` where it can't be written to.
+        """
+        return persistence.save(self._store, folder)
+
+    @classmethod
+    def load(cls, folder, config: SuffixCacheConfig | None = None, **fields) -> "SuffixCache":
+        """
+        A cache that holds what was saved to a folder. Rows stay in their files, and find their model, whose weights
+        and settings must be the same, when it asks first; what is damaged is skipped with a warning.
+
+        Args:
+            folder (`str` or path): What `save` wrote.
+            config, fields: As for `SuffixCache(...)`: settings are not saved.
+
+        Raises `FileNotFoundError` where nothing was saved, `ValueError` where the index or the tokens are damaged.
+        """
+        cache = cls(config, **fields)
+        persistence.load(cache._store, folder)
+        return cache
 
     def __deepcopy__(self, memo):
         raise TypeError("a SuffixCache can't be copied: it owns memory. Pass it on itself, or `save` it to a folder.")

@@ -32,7 +32,7 @@ class CapabilityTable:
         The model's capability and the rows that were run to measure it now (0 if it was known). `settings` is whatever
         else a measurement depends on.
         """
-        state = (model.dtype, str(input_device(model)), own_implementation(model), settings)
+        state = _state(model, settings)
         with self._lock:
             known = self._known.setdefault(model, OrderedDict())
             if state in known:
@@ -51,6 +51,17 @@ class CapabilityTable:
                     if len(table) > KEPT:
                         table.popitem(last=False)
         return capability, rows
+
+    def known(self, model: PreTrainedModel, settings="") -> Capability | None:
+        """The model's capability if it was measured before; nothing is run."""
+        state = _state(model, settings)
+        with self._lock:
+            found = self._known.get(model, {}).get(state)
+            return found or self._shared.get((config_fingerprint(model), *state))
+
+
+def _state(model: PreTrainedModel, settings) -> tuple:
+    return model.dtype, str(input_device(model)), own_implementation(model), settings
 
 
 def config_fingerprint(model: PreTrainedModel) -> str:

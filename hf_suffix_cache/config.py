@@ -16,6 +16,7 @@ class UnsupportedModelError(ValueError):
 
 FIDELITIES = ("exact", "balanced", "fast")
 HEAL_ORDERS = ("left", "attention")
+EVICTIONS = ("lru", "lfu", "gdsf")
 STORE_DTYPES = ("bfloat16", "float16", "int8")
 
 
@@ -53,6 +54,12 @@ class SuffixCacheConfig:
             Rows in a pool block.
         max_bytes (`int`, *optional*):
             Store budget. `None`: a quarter of the memory free on the model's device at first use.
+        eviction (`str` or object with a `worth` method, *optional*, defaults to `"gdsf"`):
+            What a full store gives up first: `"lru"` what was used longest ago, `"lfu"` what was asked for least
+            often, `"gdsf"` what saves the least prefill time for a byte, recent requests counting more. Or a policy of
+            the caller's (see `store/eviction.py`).
+        pin_share (`float`, *optional*, defaults to 0.5):
+            Share of `max_bytes` that pinned texts may take (see `SuffixCache.register`).
         store_dtype (`str`, *optional*):
             `"bfloat16"`, `"float16"` or `"int8"`: dtype in which rows that no kept extent holds, and means, are
             stored. Where that is smaller than the model's, such rows are approximate: `"exact"` never serves them.
@@ -103,6 +110,8 @@ class SuffixCacheConfig:
     keep_conversations: int = 4
     block_size: int = 16
     max_bytes: int | None = None
+    eviction: Any = "gdsf"
+    pin_share: float = 0.5
     store_dtype: str | None = None
     compact_waste: float | None = 0.25
     consensus: bool = True
@@ -141,6 +150,11 @@ class SuffixCacheConfig:
         _check_int("block_size", self.block_size, 1, 1024)
         if self.max_bytes is not None:
             _check_int("max_bytes", self.max_bytes, 1, 2**62)
+        if isinstance(self.eviction, str) and self.eviction not in EVICTIONS:
+            raise ValueError(f"`eviction` must be one of {EVICTIONS} or a policy, got {self.eviction!r}.")
+        if not isinstance(self.eviction, str) and not callable(getattr(self.eviction, "worth", None)):
+            raise TypeError(f"`eviction` must be one of {EVICTIONS} or have a `worth` method, got {self.eviction!r}.")
+        _check_number("pin_share", self.pin_share, 0.0, 1.0)
         if self.store_dtype is not None and self.store_dtype not in STORE_DTYPES:
             raise ValueError(f"`store_dtype` must be None or one of {STORE_DTYPES}, got {self.store_dtype!r}.")
         if self.compact_waste is not None:
@@ -162,11 +176,14 @@ class SuffixCacheConfig:
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
-        """JSON text of all fields. A custom `repair` object has no JSON form and raises `TypeError`."""
-        if self.repair is not None:
-            raise TypeError(
-                f"`repair` is a custom object ({self.repair!r}) and can't be written to JSON; set it to None first."
-            )
+        """JSON text of all fields. A custom `repair` or `eviction` object has none, and raises `TypeError`."""
+        for name, plain in (("repair", self.repair is None), ("eviction", isinstance(self.eviction, str))):
+            if not plain:
+                default = getattr(type(self), name)
+                raise TypeError(
+                    f"`{name}` is a custom object ({getattr(self, name)!r}) and can't be written to JSON; set it to "
+                    f"{default!r} first."
+                )
         return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
 
     @classmethod

@@ -45,6 +45,7 @@ def families_of(now: dict) -> list[Family]:
         one("settled_rows_total", "counter", "Rows recomputed after answers.", now["settled_rows"]),
         one("evictions_total", "counter", "Stored entries given up for room.", now["evictions"]),
         one("expirations_total", "counter", "Segments given up for their age.", now["expirations"]),
+        one("turned_away_total", "counter", "Calls not kept for what is worth more.", now["turned_away"]),
         one("hit_ratio", "gauge", "Share of the prompt tokens of all calls that was served, 0 to 1.", now["hit_rate"]),
         one("segments", "gauge", "Stored segments.", now["segments"]),
         one("used_bytes", "gauge", "Bytes of used blocks, views of running calls included.", now["bytes_used"]),

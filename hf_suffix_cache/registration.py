@@ -1,18 +1,54 @@
 """Precomputing texts before anybody asks for them."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .capability import input_device
+from .config import PoolExhausted
+from .store import pins
 from .store.index import common_prefix
+from .store.pool import LayerShape
+from .store.scopes import Scope
+from .store.store import Store
 
 SINK_TOKENS = 16
 PLACES = ("anywhere", "front")
 
 
-def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str) -> int:
+@dataclass(frozen=True)
+class Pins:
+    """
+    Where texts of a model are pinned.
+
+    Args:
+        store (`Store`), identity, scope (`Scope`): Of which rows.
+        shapes (`tuple` of `LayerShape`): The model's layers.
+    """
+
+    store: Store
+    identity: object
+    scope: Scope
+    shapes: tuple[LayerShape, ...]
+
+    def check(self, texts: list[list[int]]) -> None:
+        """Raise `ValueError` if these texts, pinned as well, would pass the share of the store that pins may have."""
+        arrays = [np.array(ids, dtype=np.int64) for ids in texts]
+        pins.check_share(self.store, self.identity, self.scope, self.shapes, arrays)
+
+    def add(self, ids: list[int]) -> None:
+        """Pin a text that was stored just now; raises `PoolExhausted` if it was not."""
+        if not pins.pin(self.store, self.identity, self.scope, np.array(ids, dtype=np.int64)):
+            raise PoolExhausted(
+                f"a text of {len(ids):,} tokens found no room in the store, so it can't be pinned: running calls, or "
+                "other pins, hold too much of it."
+            )
+
+
+def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str, pinning: Pins | None = None) -> int:
     """See `SuffixCache.register`."""
     if at not in PLACES:
         raise ValueError(f"`at` must be one of {PLACES}, got {at!r}.")
@@ -22,12 +58,16 @@ def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str) -
         check_ids(model, ids)
     sink = _sink_prefix(tokenizer, vocabulary) if at == "anywhere" else []
     device = input_device(model)
-    exact = handle.using(fidelity="exact")
-    for ids in tqdm(texts, desc="registering", disable=len(texts) < 2):
+    prompts = [sink + ids for ids in texts]
+    if pinning is not None:
+        pinning.check(prompts)
+    for ids in tqdm(prompts, desc="registering", disable=len(texts) < 2):
         # one token is generated and dropped: prefill is all that is wanted, and it is an ordinary exact call
-        inputs = torch.tensor([sink + ids], device=device)
+        inputs = torch.tensor([ids], device=device)
         mask = torch.ones_like(inputs)
-        model.generate(inputs, attention_mask=mask, cache=exact, max_new_tokens=1, do_sample=False, num_beams=1)
+        model.generate(inputs, attention_mask=mask, cache=handle, max_new_tokens=1, do_sample=False, num_beams=1)
+        if pinning is not None:
+            pinning.add(ids)
     return sum(len(ids) for ids in texts)
 
 

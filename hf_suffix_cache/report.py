@@ -183,9 +183,9 @@ class CacheStats:
     Totals over all requests of a store. Thread-safe.
 
     Args:
-        bytes_used, bytes_total, segments, evictions, bytes_by_kind, expirations (callables without arguments,
-            *optional*): Ask the store at each reading, so that these are never stale. They are called without holding
-            the lock.
+        bytes_used, bytes_total, segments, evictions, bytes_by_kind, expirations, turned_away (callables without
+            arguments, *optional*): Ask the store at each reading, so that these are never stale. They are called
+            without holding the lock.
         lock (*optional*): A lock to share with the owner; its own by default.
     """
 
@@ -198,6 +198,7 @@ class CacheStats:
         lock=None,
         bytes_by_kind: Callable[[], dict[str, int]] = dict,
         expirations: Callable[[], int] = int,
+        turned_away: Callable[[], int] = int,
     ):
         self.requests = 0
         self.prompt_tokens = 0
@@ -209,7 +210,7 @@ class CacheStats:
         self.computed_rows = 0
         self.healed_rows = 0
         self.settled_rows = 0
-        self._gauges = (bytes_used, bytes_total, segments, evictions, expirations)
+        self._gauges = (bytes_used, bytes_total, segments, evictions, expirations, turned_away)
         self._bytes_by_kind = bytes_by_kind
         self._lock = lock or threading.Lock()
 
@@ -266,12 +267,17 @@ class CacheStats:
         """Segments that were given up for their age."""
         return self._gauges[4]()
 
+    @property
+    def turned_away(self) -> int:
+        """Calls whose rows were not kept, as what was there is worth more. No fault: reports don't speak of it."""
+        return self._gauges[5]()
+
     def to_dict(self) -> dict:
         """All attributes, JSON-ready; the counters are those of one moment."""
         with self._lock:
             values = {name: value for name, value in vars(self).items() if not name.startswith("_")}
             values["hit_rate"] = _hit_rate(self)
-        gauges = ("bytes_used", "bytes_total", "segments", "evictions", "expirations")
+        gauges = ("bytes_used", "bytes_total", "segments", "evictions", "expirations", "turned_away")
         values |= {name: getattr(self, name) for name in gauges}
         return values | {"bytes_by_kind": self.bytes_by_kind()}
 

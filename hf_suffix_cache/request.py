@@ -21,6 +21,7 @@ from .report import ReuseReport
 from .store.drafts import Draft
 from .store.gather import copy_rows
 from .store.reading import Reading
+from .store.scopes import Place
 from .store.shelf import Sequence, Shelf
 from .view import View
 
@@ -55,8 +56,10 @@ class Request:
         reading (`Reading`): What the call is served from.
         reading_of (callable): What is read under a regime, by calls with token types or without.
         shared_of (callable): The same for the shelf of what all may read, to write to it.
+        wanted (`bool`): Whether the caller asked for the call to be stored: all else gives way to it.
         rule (*optional*): Predicts the KL of what is served, and says how far repair must go under `max_kl`.
         trace (list, *optional*): Run every level of escalation, and append what each one gave.
+        search (`Search`, *optional*): Finds out why little of a prompt is served, for the report.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class Request:
         same_model=None,
         watch=False,
         adopt=True,
+        wanted=False,
         rule=None,
         trace=None,
+        search=None,
     ):
         self.view = view
         self.capability = capability
@@ -97,8 +102,10 @@ class Request:
         self.same_model = same_model
         self.watch = watch
         self.adopt = adopt and config.store  # what is not stored must not lie behind a stored conversation's rows
+        self.wanted = wanted
         self.rule = rule
         self.trace = trace
+        self.search = search
         self.passes: Passes | None = None
         self.reach: np.ndarray | None = None  # of the prompt's rows, [batch rows, columns, distances]
         self.first_logits: torch.Tensor | None = None  # kept for an audit, [batch rows, vocabulary]
@@ -258,7 +265,7 @@ class Request:
 
     def _plain(self, kwargs: dict, reason: str) -> dict:
         """A full prefill through the empty view, not stored."""
-        self.report.reason = reason
+        self.report.reason, self.report.causes = reason, {}
         self.rows = []
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         self.report.computed_rows = tokens.shape[0] * tokens.shape[1]
@@ -301,6 +308,10 @@ class Request:
                 view.shelf.pin(planned.segments())
                 self.rows.append(planned)
                 self._touch(planned)
+                view.store.usage.ask(view.shelf, planned.served)
+                if self.search is not None and keep_last is not None:
+                    place = Place(reading.own.scope, self.regime, self.with_types)
+                    self.search.note(self.report, view.store, planned, reading, place, config, keep_last)
         self._all_logits = keep_last is None
         if self._all_logits and self.report.reason is None:
             self.report.reason = "the logits of every token were asked for, so every row runs; see `logits_to_keep`"
@@ -335,7 +346,10 @@ class Request:
                 self._adopted = sequence if extent is not None else None
                 in_place = row.prefix_length if extent is not None else 0
                 self._shares = extent is not None
-            view.lay_over(extent if extent is not None else store.allocate(view.shelf, columns, rows))
+            if extent is None:
+                prompts = [(row.ids, row.served) for row in self.rows] if self.config.store else []
+                extent = store.allocate(view.shelf, columns, rows, None if self.wanted else prompts)
+            view.lay_over(extent)
             frequencies = self.frequencies()
             for number in range(self.batch.rows):
                 self._load(number, self.rows[number // self.batch.group], in_place, frequencies)
@@ -404,6 +418,7 @@ class Request:
             whole = whole and self.same_model()
         with view.store.lock:
             self._give_back()
+            view.store.usage.measure(view.shelf.pool, self.report.timings["first_token"], self.report.computed_rows)
             self._remark(view.store.shortage(view.shelf, view.extent))
             try:
                 if self.config.store and self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
@@ -421,7 +436,8 @@ class Request:
             if self.store_answer or number % self.batch.group == 0:
                 draft = draft_of(self, number, tokens[number])
                 shared = self._share(draft, frequencies, handed_out)
-                sequence = store.commit(self.view.shelf, draft, frequencies, handed_out, shared)
+                wanted = self.wanted
+                sequence = store.commit(self.view.shelf, draft, frequencies, handed_out, shared, wanted=wanted)
                 self.stored += [sequence] if sequence is not None else []
 
     def _share(self, draft: Draft, frequencies, handed_out: bool) -> Shelf | None:

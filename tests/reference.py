@@ -325,9 +325,8 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
     """
     store, stats = cache._store, cache.stats
     bytes_used = stats.bytes_used  # first: it takes back what views have let go of
-    expected = {
-        id(slab): np.zeros_like(slab.references) for pool in store.pools.values() for slab in pool.slabs.values()
-    }
+    slabs = [(pool, slab) for pool in store.pools.values() for slab in [*pool.slabs.values(), *pool.mapped.values()]]
+    expected = {id(slab): np.zeros_like(slab.references) for _, slab in slabs}
     sources: dict = {}
     shelves = list(store.shelves.values())
     for shelf in shelves:
@@ -354,10 +353,10 @@ def check_pool(cache, handed_out: bool = False) -> SimpleNamespace:
             for slab, rows, _ in shelf.pool.by_slab(segment.addresses):
                 expected[id(slab)][np.unique(rows // store.config.block_size)] += 1
     used = 0
-    for pool in store.pools.values():
-        for slab in pool.slabs.values():
-            want, have = expected[id(slab)], slab.references
-            assert (have >= want).all() if handed_out else (have == want).all(), "references that nothing explains"
+    for pool, slab in slabs:
+        want, have = expected[id(slab)], slab.references
+        assert (have >= want).all() if handed_out else (have == want).all(), "references that nothing explains"
+        if slab.number in pool.slabs:
             used += int(np.count_nonzero(have)) * store.config.block_size * slab.row_bytes
     assert bytes_used == used <= stats.bytes_total
     if cache.config.max_bytes is not None:

@@ -31,6 +31,12 @@ SIDEWAYS = {
 # Parts of a module that has been split, one noun a file: they belong to the module named here.
 PART_OF = {
     "strip": "report",
+    "prometheus": "report",
+    "causes": "prompt",
+    "near_misses": "prompt",
+    "admission": "cache",
+    "events": "cache",
+    "explaining": "cache",
     "inputs": "prompt",
     "capabilities": "measurement",
     "calls": "generation",

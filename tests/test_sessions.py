@@ -366,7 +366,7 @@ def test_expiry_in_the_middle_of_a_call(clock):
     class Expire:
         def __call__(self, input_ids, scores):
             clock.now += 1000
-            cache.stats.bytes_used  # expires
+            assert cache.stats.segments >= 0  # expires
             cache.session("alice")
             ask(model, old_text(80, 40 + input_ids.shape[1]), cache.session("mallory"), steps=1)
             return scores

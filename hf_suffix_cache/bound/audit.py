@@ -84,13 +84,16 @@ class Auditor:
             self._requests += 1
             return self._passed(self._requests) > before
 
-    def record(self, predicted: float, true: float, bound: float | None = None) -> None:
-        """Take in one audited request. Without a bound it is kept for `records` and counts for no coverage."""
+    def record(self, predicted: float, true: float, bound: float | None = None) -> AuditRecord:
+        """
+        Take in one audited request; returns what is kept of it. Without a bound that counts for no coverage.
+        """
         record = AuditRecord(float(predicted), float(true), None if bound is None else float(bound))
         with self._lock:
             self._records.append(record)
             if record.bound is not None:
                 self._weigh(record)
+        return record
 
     @property
     def records(self) -> list[AuditRecord]:

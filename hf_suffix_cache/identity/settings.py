@@ -23,7 +23,7 @@ KEEPING |= {f"_{kind}_plan" for kind in ("tp", "ep", "pp", "fsdp")} | {"_skip_ke
 KEEPING |= {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save"}
 KEEPING |= {"_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_weight_conversions"}
 KEEPING |= {"_previous_max_cache_length", "_is_torch_compile", "_last_compile_config", "_compiled_call"}
-KEEPING |= {"_compiled_call_impl"}
+KEEPING |= {"_compiled_call_impl", "name_or_path"}
 KEEPING |= {"_output_capturing_hooks_installed", "_can_record_outputs", "_tied_weights_keys", "_abc_impl"}
 # how a call generates, how gradients flow, what a loss is
 KEEPING |= {"generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_loss_function"}

@@ -1,5 +1,6 @@
 """The identities of each model, as its weights, adapters and settings come and go."""
 
+import functools
 import hashlib
 import operator
 import threading
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .adapters import Adapters
+from .portable import portable
 from .sample import Sample
 from .serials import Serials
 from .settings import Reading, Scan, Stale, effective_modules
@@ -32,6 +34,7 @@ class Identity:
         places (`list[tuple]`): Address, version counter and strides of each.
         values (`list`), hooks (`list`), serials (`list`): See `Reading`.
         sample (`Sample`): Which elements the digest is made of.
+        known (`Serials`): Who gave the numbers.
     """
 
     model: weakref.ref
@@ -43,6 +46,12 @@ class Identity:
     hooks: list = field(repr=False)
     serials: list = field(repr=False)
     sample: Sample = field(repr=False)
+    known: Serials = field(repr=False)
+
+    @functools.cached_property
+    def portable(self) -> str | None:
+        """`settings` as another process has them too; None where that can't be told, so that rows are not saved."""
+        return portable(self.values, self.hooks, self.serials, self.known)
 
     def matches(self, reading: Reading, places: list) -> bool:
         """Whether the model is in this state."""
@@ -149,6 +158,7 @@ class IdentityTable:
             reading.hooks,
             reading.serials,
             sample,
+            self._serials,
         )
 
     def _forget_lost(self, known: _Known, reading: Reading, keep: Identity | None = None) -> list[Identity]:

@@ -105,13 +105,14 @@ def learn(shelf: Shelf, computed: Computed, frequencies, now: float) -> None:
     versions: dict[Segment, Segment] = {}  # a mean that somebody refers to is replaced when it changes
     for run in shelf.mean_windows.find_runs(computed.ids, first):
         covered[run.start : run.stop] = True
-        if run.start >= ALONE_TOKENS:
+        if run.start >= ALONE_TOKENS and shelf.pool.is_intact(run.segment.addresses):
             mean = versions.get(run.segment, run.segment)
             copy = computed.copy(run.start, run.stop)
             versions[run.segment] = _draw(shelf, mean, run.offset, copy, frequencies, now)
     if len(own) < START_SHARE * MIN_TEXT:
         return
-    runs = [run for run in shelf.windows.find_runs(computed.ids, first, MIN_TEXT) if _useful(run)]
+    found = shelf.windows.find_runs(computed.ids, first, MIN_TEXT)
+    runs = [run for run in found if _useful(run) and shelf.pool.is_intact(run.segment.addresses)]
     runs.sort(key=lambda run: (run.hops, -len(run), run.start, run.segment.segment_id))
     starts, stops = np.array([(run.start, run.stop) for run in runs], dtype=np.int64).reshape(-1, 2).T
     for run in runs:

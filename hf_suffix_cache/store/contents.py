@@ -11,7 +11,7 @@ from .layout import RowLayout
 from .mapped import RowFile, StoredRows
 from .records import DriftRecord, SegmentRecord, SequenceRecord, SessionRecord, ShelfRecord
 from .scopes import Place
-from .segments import EXACT, Copies, Segment
+from .segments import EXACT, Copies, Segment, Uses
 from .shelf import Recipe, Sequence
 
 
@@ -214,6 +214,7 @@ class Contents:
             reach=reach,
             last_used=self.saved - record.unused,
             created=self.saved - record.age,
+            uses=Uses(record.uses, record.recent),
         )
 
     def _stored(self, record: SegmentRecord, shelf: int) -> StoredRows:
@@ -249,6 +250,7 @@ class Contents:
                 record.hops,
                 last_used=self.saved - record.unused,
                 expected_kl=record.expected_kl,
+                pinned=record.pinned,
             )
             if missing:
                 sequence = without(sequence, missing)
@@ -338,6 +340,7 @@ def without(sequence: Sequence, missing: set[Segment]) -> Sequence | None:
         0 if exact == end else sequence.hops,
         last_used=sequence.last_used,
         expected_kl=None if exact == end else sequence.expected_kl,
+        pinned=sequence.pinned,
     )
 
 

@@ -158,6 +158,8 @@ class Dormant:
             store.open_session(record.place.scope, made.session.ttl)
         shelf = store.shelf(identity, record.place, shapes)
         try:
+            for segment in made.segments.values():
+                segment.uses.at = store.usage.work
             self._fill(shelf, made)
             for other in contents.bound.get(number, ()):
                 self._wake(contents, store, identity, shapes, other)

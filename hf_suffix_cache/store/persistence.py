@@ -204,6 +204,7 @@ def _sequence_record(sequence: Sequence, numbers: dict, texts: TextTable, arrays
         unused=amount(now - sequence.last_used),
         segments=[numbers[segment] for segment in recipe.segments],
         drifts=drifts,
+        pinned=sequence.pinned,
     )
 
 

@@ -102,6 +102,7 @@ class SegmentRecord(Record):
         cold (`str`, *optional*): Dtype of its rows where that is smaller than the model's.
         file (`int`), offset (`int`): Which file its rows lie in, and where they begin.
         checksum (`str`): Of its bytes there.
+        uses (`float`), recent (`float`): How often it was asked for, see `Uses`.
     """
 
     text: int
@@ -119,6 +120,8 @@ class SegmentRecord(Record):
     file: int
     offset: int
     checksum: str
+    uses: float
+    recent: float
 
     def is_legal(self) -> bool:
         """Whether all fields are what they may be."""
@@ -140,6 +143,8 @@ class SegmentRecord(Record):
             and is_count(self.offset, 1, 2**62)
             and self.offset % ALIGNMENT == 0
             and is_text(self.checksum, _DIGEST)
+            and is_amount(self.uses)
+            and is_amount(self.recent)
         )
 
 
@@ -173,6 +178,7 @@ class SequenceRecord(Record):
         unused (`float`): Seconds since it was used.
         segments (list of `int`): Numbers of the segments of its recipe.
         drifts (list of `DriftRecord`): Of its recipe.
+        pinned (`bool`): Whether it is never given up for room.
     """
 
     text: int
@@ -184,6 +190,7 @@ class SequenceRecord(Record):
     unused: float
     segments: list
     drifts: list
+    pinned: bool
 
     def is_legal(self) -> bool:
         """Whether all fields are what they may be; the drifts become records."""
@@ -200,6 +207,7 @@ class SequenceRecord(Record):
             and is_amount(self.unused)
             and is_list(self.segments, is_count)
             and len(set(self.segments)) == len(self.segments) > 0
+            and type(self.pinned) is bool
         )
 
 

@@ -1,4 +1,4 @@
-"""Room in a full store: what is given up first, and how conversations and their rows shrink as they grow old."""
+"""Room in a store: how conversations and their rows shrink as they grow old, and find room to grow."""
 
 from collections.abc import Sequence as Collection
 
@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from ..config import PoolExhausted
-from .compaction import make_range
 from .gather import copy_rows
 from .pool import BlockPool, Extent
 from .segments import Segment
@@ -19,48 +18,6 @@ GROWTH_ROWS = (
 )
 PATIENCE = 8  # new conversations in a row after which nobody seems to continue any, and ...
 IDLE_SHARE = 1 / 64  # ... that share is this one, for the newest conversation as well
-
-
-def make_room(
-    pools: Collection[BlockPool], shelves: Collection[Shelf], wanting: BlockPool, rows: int, evict: bool = True
-) -> int | None:
-    """
-    Take one step towards an extent of `rows` rows in the pool `wanting`, of those left the one that loses least: slabs
-    that hold nothing, moving rows aside, the oldest kept extent (its rows can be gathered again), the oldest mean, the
-    least recently used sequence (with `evict`). What running calls refer to stays.
-
-    Returns:
-        `int` or None: Sequences and means that were given up (0 or 1), or None if nothing is left to be given up.
-    """
-    if sum(pool.trim() for pool in pools):
-        return 0
-    on_pool = [shelf for shelf in shelves if shelf.pool is wanting]
-    if _might_fit(wanting, on_pool, rows) and make_range(wanting, on_pool, rows):
-        return 0
-    kept = [(sequence.last_used, shelf, sequence) for shelf in shelves for sequence in shelf.kept if not sequence.busy]
-    if kept:
-        _, shelf, sequence = min(kept, key=lambda entry: entry[0])
-        demote(shelf, sequence)
-        return 0
-    # one that a sequence refers to frees nothing before that sequence goes
-    idle = [(mean.last_used, shelf, mean) for shelf in shelves for mean in shelf.means if mean.references == 1]
-    if idle:
-        _, shelf, mean = min(idle, key=lambda entry: entry[0])
-        shelf.forget_mean(mean)
-        shelf.evictions += 1
-        return 1
-    idle = [
-        (shelf.newest_use(sequence), shelf, sequence)
-        for shelf in shelves
-        for sequence in shelf.sequences
-        if not sequence.busy
-    ]
-    if idle and evict:
-        _, shelf, sequence = min(idle, key=lambda entry: entry[0])
-        shelf.remove(sequence)
-        shelf.evictions += 1
-        return 1
-    return None
 
 
 def give_growth_room(shelf: Shelf, sequence: Sequence, view: Extent) -> None:
@@ -100,13 +57,6 @@ def give_growth_room(shelf: Shelf, sequence: Sequence, view: Extent) -> None:
 def growth_room(columns: int) -> int:
     """Free rows that a conversation of so many rows should have behind it."""
     return max(GROWTH_ROWS, columns // 2)
-
-
-def _might_fit(pool: BlockPool, shelves: Collection[Shelf], rows: int) -> bool:
-    """Whether room, and memory that nothing stored explains, are enough: a quick look before a long one."""
-    held = sum(shelf.rows for shelf in shelves)
-    spare = sum(slab.rows for slab in pool.slabs.values()) - held
-    return max(0, pool.budget.left) + spare * pool.row_bytes >= rows * pool.row_bytes
 
 
 def demote_old(shelves: Collection[Shelf], keep: int, uncontinued: int) -> None:

@@ -37,6 +37,24 @@ class Copies:
 
 
 @dataclass(eq=False)
+class Uses:
+    """
+    How often rows were asked for, the request that stored them included. A request for a part of them counts in part.
+
+    Args:
+        total (`float`): All requests.
+        recent (`float`): The same, where a request counts half after each half-life (see `usage.py`) ...
+        at (`float`): ... as of this moment of the store's work.
+        contest (`int`, *optional*): The contest for room that is the first that they stand; None once they were used.
+    """
+
+    total: float = 1.0
+    recent: float = 1.0
+    at: float = 0.0
+    contest: int | None = None
+
+
+@dataclass(eq=False)
 class Segment:
     """
     Rows computed in one request, in order, all in one state.
@@ -55,6 +73,7 @@ class Segment:
         reach (`np.ndarray` of float16, `[rows, distances]`, *optional*): How much of each row's attention went farther
             to the left than each of `reach.DISTANCES`; kept where a repair policy asks for it.
         created (`float`): When the store took them, by its clock.
+        uses (`Uses`): How often they were asked for.
 
     Attributes:
         home (weak reference to `Shelf`, *optional*): The shelf that it can be found on. Sequences of other shelves may
@@ -74,6 +93,7 @@ class Segment:
     holders: int = 0  # ... and of the first two alone
     last_used: float = 0.0
     created: float = 0.0
+    uses: Uses = field(default_factory=Uses)
     home: weakref.ref | None = None
 
     def __len__(self) -> int:

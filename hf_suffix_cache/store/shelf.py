@@ -1,6 +1,8 @@
 """One shelf per identity and scope: its segments and sequences, and the two indices that find them."""
 
+import itertools
 import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +88,7 @@ class Sequence:
         hops (`int`): Generations of moved rows that rows computed behind it are away from exact ones (0: exact).
         extent (`Extent`, *optional*): Its rows as they lay when its call ended.
         expected_kl (`float`, *optional*): What its call expected of its answer, where its rows are approximate.
+        pinned (`bool`): Whether it is never given up for room (see `pins.py`).
     """
 
     ids: np.ndarray
@@ -97,6 +100,7 @@ class Sequence:
     last_used: float = 0.0
     busy: bool = False
     expected_kl: float | None = None
+    pinned: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,15 @@ class Shelf:
     Args:
         pool (`BlockPool`): Where the rows lie.
         scope (`Scope`, *optional*, defaults to the anonymous one): Whose rows they are.
+        happened (`deque`, *optional*): Takes `("eviction", scope, 1)` for each entry that is given up for room.
     """
 
-    def __init__(self, pool: BlockPool, scope: Scope = ANONYMOUS):
+    def __init__(self, pool: BlockPool, scope: Scope = ANONYMOUS, happened: deque | None = None):
         self.pool = pool
         self.scope = scope
         self.evictions = 0
+        self._numbers = itertools.count()
+        self._happened = deque(maxlen=1) if happened is None else happened
         device = next(iter(pool.groups)).device  # where the model's rows lie, or the first of them
         self.windows = WindowIndex(device=device)
         self.exact_prefixes = PrefixIndex()
@@ -130,8 +137,8 @@ class Shelf:
         self.segments: dict[Segment, None] = {}
         self.means: dict[Segment, None] = {}  # among the segments; the shelf itself refers to them
         self.kept: dict[Sequence, None] = {}  # sequences with an extent
-        self.warm: dict[Segment, None] = {}  # segments whose rows are in the model's dtype
-        self.rows = 0  # of all segments
+        self.warm: dict[Segment, None] = {}  # segments whose rows are in memory, in the model's dtype
+        self.rows = 0  # in memory, of all segments
         # apart from the windows of copies, of which there are as many of a text as its index allows
         self.mean_windows = WindowIndex(device=device)
 
@@ -174,6 +181,23 @@ class Shelf:
                     self.windows.add(segment)
         self._hold(sequence.recipe.segments)
         self._index(sequence)
+
+    def bring_back(self, segment: Segment, findable: bool) -> None:
+        """Enter a segment that was saved, whose rows must hold their blocks, before what refers to it is added."""
+        self._enter(segment)
+        if findable:
+            self.windows.add(segment)
+
+    def came_in(self, segment: Segment, warm: bool) -> None:
+        """A segment's rows lie in the pool from now on, in the model's dtype if they are `warm`."""
+        self.rows += len(segment)
+        if warm:
+            self.warm[segment] = None
+
+    def went_out(self, segment: Segment) -> None:
+        """A segment's rows, which lie in the pool, are served from a file from now on."""
+        self.rows -= len(segment)
+        self.warm.pop(segment, None)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, its extent, and every segment that nothing refers to any more."""
@@ -260,21 +284,29 @@ class Shelf:
         uses = [*map(self.newest_use, self.sequences), *(mean.last_used for mean in self.means)]
         return before - len(self.segments), min(uses, default=None)
 
+    def count_eviction(self) -> None:
+        """A sequence or mean was given up for room."""
+        self.evictions += 1
+        self._happened.append(("eviction", self.scope, 1))
+
     def newest_use(self, sequence: Sequence) -> float:
-        """When a sequence or one of its rows on this shelf was last used: what others do with shared rows is theirs."""
+        """When a sequence or one of its rows on this shelf was last used; uses of shared rows are not its own."""
         own = (segment.last_used for segment in sequence.recipe.segments if segment.lives_on(self))
         return max([sequence.last_used, *own])
 
     def _enter(self, segment: Segment) -> None:
         segment.home = weakref.ref(self)
-        self.segments[segment] = self.warm[segment] = None
-        self.rows += len(segment)
+        segment.segment_id = next(self._numbers)  # this shelf's alone: reports show it
+        self.segments[segment] = None
+        if not self.pool.is_mapped(segment.addresses):
+            self.came_in(segment, True)
 
     def _leave(self, segment: Segment) -> None:
         if segment in self.segments:
             del self.segments[segment]
             self.warm.pop(segment, None)
-            self.rows -= len(segment)
+            if not self.pool.is_mapped(segment.addresses):
+                self.rows -= len(segment)
             self.windows.remove(segment)
 
     def _hold(self, segments: list[Segment]) -> None:

@@ -111,7 +111,8 @@ class Snapshot:
                 cold = made.stored[segment].cold
             else:
                 cold = COLD.get(pool.by_slab(segment.addresses[:1])[0][0].cold)
-            entries[segment] = _entry(segment, segment in made.findable, cold, self.now)
+            entry = entries[segment] = _entry(segment, segment in made.findable, cold, self.now)
+            entry.record.recent = amount(self._store.usage.recent(segment)[0])
         self.parts.append(Part(made, entries, pool))
 
     def _unchanged(self, pool: BlockPool, segment: Segment) -> StoredRows | None:
@@ -141,6 +142,8 @@ def _entry(segment: Segment, findable: bool, cold: str | None, now: float) -> En
         file=0,
         offset=0,
         checksum="",
+        uses=amount(segment.uses.total),
+        recent=0.0,
     )
     return Entry(record, list(contexts.values()))
 

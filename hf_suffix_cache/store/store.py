@@ -9,22 +9,27 @@ import numpy as np
 import psutil
 import torch
 
-from ..config import PoolExhausted, SuffixCacheConfig
+from ..config import SuffixCacheConfig
 from ..rope import RotarySpec
 from .accounting import KINDS, Survey
-from .compaction import CompactionResult, compact_pool, empty_slabs
+from .compaction import CompactionResult, compact_pool
 from .consensus import Computed, learn
-from .cooling import cold_dtype, cool, ready
+from .cooling import cold_dtype
+from .dormant import Dormant
 from .drafts import Draft
+from .eviction import freed, policy_of
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .reading import Reading
-from .room import PATIENCE, demote_old, give_growth_room, growth_room, make_room, moved_rows, pack
+from .room import PATIENCE, demote_old, give_growth_room, moved_rows, pack
 from .scopes import Place, Scope
 from .segments import DERIVED, EXACT, Segment
 from .sessions import Sessions
 from .shelf import Recipe, Sequence, Shelf, joined
+from .steward import Steward
 from .topic import Topic
+from .usage import Usage
 
+MAX_HAPPENED = 1024  # evictions and expiries that wait to be told
 COMPACT_ROWS = 512  # most rows that are moved together after one call: 24 MB of SmolLM2-135M in fp32
 
 
@@ -35,8 +40,12 @@ class Store:
 
     Args:
         config (`SuffixCacheConfig`): `max_bytes`, `block_size`, `keep_conversations`, `fidelity`, `consensus`,
-            `store_dtype`, `compact_waste`, `topic_similarity`, `topic_temperature`, `debug` are read.
+            `store_dtype`, `compact_waste`, `eviction`, `topic_similarity`, `topic_temperature`, `debug` are read.
         clock (callable): Seconds, for the order of use and for what expires.
+
+    Attributes:
+        usage (`Usage`): What is asked for how often.
+        steward (`Steward`): Who finds memory for calls, and gives up what is worth least for it.
     """
 
     def __init__(self, config: SuffixCacheConfig, clock: Callable[[], float] = time.monotonic):
@@ -47,8 +56,13 @@ class Store:
         self.pools: dict[tuple[LayerShape, ...], BlockPool] = {}
         self.shelves: dict[tuple[object, Place], Shelf] = {}
         self.sessions = Sessions(lambda: Topic(config.topic_similarity, config.topic_temperature))
-        self.evictions = 0
+        self.dormant = Dormant()
+        self.usage = Usage(self.budget, self.pools)
+        self.steward = Steward(
+            self.usage, self.shelves, policy_of(config.eviction), clock, config.store_dtype, self.dormant.put_back
+        )
         self.expirations = 0
+        self.happened: deque[tuple[str, Scope, int]] = deque(maxlen=MAX_HAPPENED)  # to be told, see `Events`
         self._orphans: deque[tuple[BlockPool, Extent]] = deque()
         self._uncontinued = 0  # calls in a row that continued no stored conversation
         self._unpackable: dict[BlockPool, int] = {}  # rows of waste that the last compaction could do nothing about
@@ -58,15 +72,17 @@ class Store:
     def shelf(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Shelf:
         """The shelf of an identity and place; made at first use."""
         with self.lock:
+            self.dormant.wake(self, identity, place, shapes)
             shelf = self.shelves.get((identity, place))
             if shelf is None:
-                shelf = self.shelves[identity, place] = Shelf(self._pool(shapes), place.scope)
+                shelf = self.shelves[identity, place] = Shelf(self._pool(shapes), place.scope, self.happened)
                 self.sessions.look_at((identity, place), self.clock())
             return shelf
 
     def reading(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Reading:
         """What a call of an identity and place is served from."""
         with self.lock:
+            self.dormant.wake(self, identity, place, shapes)
             shared = None if place.beside is None else self.shelves.get((identity, place.beside))
             return Reading(self.shelf(identity, place, shapes), shared, self.sessions.get(place.scope))
 
@@ -82,6 +98,8 @@ class Store:
                 gone, oldest = shelf.expire(now, session.ttl)
                 session.expired += gone
                 self.expirations += gone
+                if gone:
+                    self.happened.append(("expiry", shelf.scope, gone))
                 if oldest is not None:
                     self.sessions.look_at(key, oldest + session.ttl)
                 elif now - session.last_used < session.ttl:
@@ -100,35 +118,22 @@ class Store:
                     self.sessions.look_at(key, now)
             self.sessions.open(scope, ttl, now)
 
-    def allocate(self, shelf: Shelf, rows: int, batch: int = 1) -> Extent:
-        """An extent from the pool, for which old sequences are given up; outside the pool if that is not enough."""
+    def allocate(self, shelf: Shelf, rows: int, batch: int = 1, prompts=None) -> Extent:
+        """
+        An extent from the pool, for which sequences are given up; outside the pool if that is not enough, or if what
+        would have to go is worth more than the call.
+
+        Args:
+            prompts (sequence, *optional*): Of each prompt of the call its tokens, `[rows]`, and the recipe of what is
+                served. None: all else gives way to the call. Empty: nothing does, as the call is not stored.
+        """
         with self.lock:
             self._catch_up()
-            pool = shelf.pool
-            self.budget.refused = False  # the device may have memory again
-            wanted, fits = batch * pool.round_up(rows), None
-            while wanted * pool.row_bytes <= self.budget.max_bytes:
-                try:
-                    return pool.allocate(rows, batch, spare=growth_room(rows) if batch == 1 else 0)
-                except PoolExhausted:
-                    if fits is None:
-                        fits = wanted * pool.row_bytes <= self.budget.max_bytes - self._bytes_in_use()
-                    if not self._make_room(pool, wanted, fits):
-                        break
-            return pool.allocate_private(rows, batch)
+            return self.steward.allocate(shelf, rows, batch, prompts)
 
     def shortage(self, shelf: Shelf, extent: Extent | None) -> str | None:
         """What to say of a call whose extent the pool had no room for; None where it had."""
-        if extent is None or extent.pooled:
-            return None
-        needed = extent.batch * extent.rows * shelf.pool.row_bytes
-        return (
-            f"the call needed {needed:,} bytes, and {self._limit()} had no room for them: it ran in memory of its "
-            "own, and nothing of it was stored"
-        )
-
-    def _limit(self) -> str:
-        return "the device" if self.budget.refused else f"`max_bytes` ({self.budget.max_bytes:,})"
+        return self.steward.shortage(shelf, extent)
 
     def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
         """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
@@ -158,11 +163,12 @@ class Store:
         handed_out: bool,
         shared: Shelf | None = None,
         keep_extent: bool = True,
+        wanted: bool = False,
     ) -> Sequence | None:
         """
         Store one row of a finished call. Rows that are stored already in the same state, also on the `shared` shelf
         beside, are referred to, not kept twice. If the view was handed to the caller (`handed_out`), the store keeps
-        copies, never memory that he may write to.
+        copies, never memory that he may write to. Storing what a caller asked to be stored (`wanted`) counts as a use.
         """
         with self.lock:
             if shelf not in self.shelves.values() or not draft.extent.pooled or len(draft.ids) == 0:
@@ -181,7 +187,8 @@ class Store:
                 return known
             if self.config.consensus and self.config.fidelity != "exact":  # else nobody would be served by a mean
                 self._learn(shelf, draft, frequencies)
-            if handed_out and not self._make_room_for_copies(shelf.pool, draft):
+            # room for copies of the rows that the call has computed
+            if handed_out and not self.steward.have_rows(shelf.pool, _own_rows(draft) + 2 * self.config.block_size):
                 return None
             sequence = self._build(shelf, draft, handed_out, frequencies, shared)
             if sequence is None:
@@ -191,7 +198,9 @@ class Store:
             # what the new sequence replaces goes first: its windows would count as other contexts of the same text
             shelf.pin(sequence.recipe.segments)
             self._uncontinued = 0 if self._drop_subsumed(shelf, sequence) else self._uncontinued + 1
+            new = [segment for segment in sequence.recipe.segments if segment.home is None]
             shelf.add(sequence)
+            self.usage.store(shelf, new, wanted)
             shelf.unpin(sequence.recipe.segments)
             self._touch(sequence)
             if self.config.keep_conversations and self._uncontinued < PATIENCE:
@@ -207,8 +216,11 @@ class Store:
             self._catch_up()
             for key in [key for key in self.shelves if scope in (None, key[1].scope)]:
                 self._drop_shelf(key)
+            self.dormant.clear(scope)
             for each in self.sessions if scope is None else [scope]:
                 self.sessions.forget(each)
+            if scope is None:
+                self.usage.ghosts.clear()
             for pool in self.pools.values():
                 pool.trim()
 
@@ -240,6 +252,11 @@ class Store:
                 pool.trim()
             self._unpackable.clear()
             return total
+
+    @property
+    def evictions(self) -> int:
+        """Sequences and means that were given up for room."""
+        return self.steward.evictions
 
     @property
     def bytes_used(self) -> int:
@@ -275,6 +292,13 @@ class Store:
             self._catch_up()
             return sum(len(shelf.segments) for shelf in self.shelves.values())
 
+    def expired_of(self, scope: Scope) -> int:
+        """Segments of a session that were given up for their age, since it was opened."""
+        with self.lock:
+            self._catch_up()
+            session = self.sessions.get(scope)
+            return 0 if session is None else session.expired
+
     def shelves_of(self, scope: Scope) -> list[Shelf]:
         """The shelves of a scope."""
         with self.lock:
@@ -303,6 +327,7 @@ class Store:
         """Let go of what has expired, and of the views that their callers have dropped."""
         self._release_orphans()
         self.expire()
+        self.dormant.drop_damaged(self)
 
     def _release_orphans(self) -> None:
         while self._orphans:
@@ -314,28 +339,13 @@ class Store:
         return [shelf for shelf in self.shelves.values() if shelf.pool is pool]
 
     def _make_room(self, wanting: BlockPool, rows: int, evict: bool = True) -> bool:
-        """
-        Move rows aside for an extent of so many rows, or give up what is worth least, sequences only with `evict`;
-        False if nothing is left.
-        """
-        if self._cool():
-            return True
-        given_up = make_room(self.pools.values(), list(self.shelves.values()), wanting, rows, evict)
-        self.evictions += given_up or 0
-        return given_up is not None
-
-    def _bytes_in_use(self) -> int:
-        """Bytes that running calls need: their views, and the segments that they were planned with."""
-        views = [Survey(pool, self._on(pool)).bytes_by_kind()["views"] for pool in self.pools.values()]
-        pinned = [
-            sum(len(each) for each in shelf.segments if each.references > each.holders) * shelf.pool.row_bytes
-            for shelf in self.shelves.values()
-        ]
-        return sum(views) + sum(pinned)
+        """One step towards room for an extent; False if nothing is left to be given up."""
+        return self.steward.step(wanting, rows, evict)
 
     def _tidy(self, pool: BlockPool) -> None:
         """Convert old rows, give empty slabs back, and pack a few rows where much of what is used is waste."""
-        self._cool()
+        self.dormant.promote(pool)
+        self.steward.cool()
         pool.trim(keep_largest=True)
         if self.config.compact_waste is None:
             return
@@ -371,7 +381,9 @@ class Store:
         found = shelf.exact_prefixes.longest(sequence.ids) + shelf.conversations.longest(sequence.ids)
         for old, _ in found:
             inside = old is not sequence and len(old.ids) <= len(sequence.ids) and old.exact <= sequence.exact
-            if inside and not old.busy and np.array_equal(old.ids, sequence.ids[: len(old.ids)]):
+            inside = inside and not (old.busy or old.pinned)
+            if inside and np.array_equal(old.ids, sequence.ids[: len(old.ids)]):
+                self.usage.give_up(shelf, freed(shelf, old))  # what replaces these rows says the same
                 shelf.remove(old)
         return before - len(shelf.sequences)
 
@@ -381,17 +393,6 @@ class Store:
         hops = np.where(rows < draft.exact, 0, draft.hops)
         addresses = draft.extent.addresses(draft.row, draft.pad + rows)
         learn(shelf, Computed(draft.ids, draft.served.which < 0, hops, addresses), frequencies, self.clock())
-
-    def _make_room_for_copies(self, pool: BlockPool, draft: Draft) -> bool:
-        """Have room for copies of the rows that the draft's call computed, for which old sequences are given up."""
-        rows = int((draft.served.which < 0).sum()) + 2 * self.config.block_size
-        while True:
-            try:
-                pool.free_rows(rows, None)
-                return True
-            except PoolExhausted:
-                if not self._make_room(pool, pool.round_up(rows)):
-                    return False
 
     def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies, shared: Shelf | None) -> Sequence | None:
         """
@@ -435,16 +436,10 @@ class Store:
         """Keep the extents of the newest conversations; pack the rows of the others."""
         demote_old(list(self.shelves.values()), self.config.keep_conversations, self._uncontinued)
 
-    def _cool(self) -> int:
-        """Convert rows to `store_dtype`, for which warm slabs are emptied; returns the number of segments."""
-        done = 0
-        for pool in self.pools.values() if self.config.store_dtype is not None else ():
-            cold, shelves = cold_dtype(pool, self.config.store_dtype), self._on(pool)
-            if cold is not None:
-                done += cool(pool, shelves, cold)
-                if ready(shelves) and empty_slabs(pool, shelves):
-                    done += cool(pool, shelves, cold)
-        return done
+
+def _own_rows(draft: Draft) -> int:
+    """Rows that a draft's call has computed."""
+    return int((draft.served.which < 0).sum())
 
 
 def free_bytes(device: torch.device) -> int:
