@@ -286,7 +286,8 @@ def _merge(spans: list[Span]) -> list[Span]:
         if (
             isinstance(last, PlanSpan)
             and last.stop == span.start
-            and (last.segment, last.shift, last.offset + len(last)) == (span.segment, span.shift, span.offset)
+            and last.run.segment is span.run.segment  # numbers of segments are those of one shelf
+            and (last.shift, last.offset + len(last)) == (span.shift, span.offset)
         ):
             merged[-1] = PlanSpan(
                 last.start, span.stop, "shifted", last.shift, last.segment, last.offset, last.run, last.seam, last.hops

@@ -30,7 +30,7 @@ def ready(shelves: Collection[Shelf]) -> list[Segment]:
 
 def cool(pool: BlockPool, shelves: Collection[Shelf], cold: torch.dtype) -> int:
     """
-    Convert what is ready on a pool's shelves, as far as there is room; the others stay as they are until the next call.
+    Convert what is ready on a pool's shelves, as far as there is room; the others stay until the next call.
 
     Returns:
         `int`: Segments that were converted.

@@ -115,7 +115,7 @@ class Match:
 
 class Shelf:
     """
-    Segments and sequences of one identity and scope. Its sequences may refer to segments of the shared shelf beside it.
+    Segments and sequences of one identity and scope. Its sequences may refer to segments of the shared shelf too.
 
     Args:
         pool (`BlockPool`): Where the rows lie.
