@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 
 from .capabilities import CapabilityTable
 from .capability import Capability, input_device
+from .causes import Search
+from .config import SuffixCacheConfig
 from .identity import Identity, refusal
 from .inputs import Refused
 from .regimes import RotaryRegimes
@@ -77,3 +79,17 @@ def admit(
     if regimes is not None and chunk:
         raise Refused("prefill_chunk_size: each chunk would have rotary frequencies of its own")
     return Admission(identity, capability, rows, regimes)
+
+
+def make_search(admitted: Admission, config: SuffixCacheConfig, changed: bool, first: bool) -> Search:
+    """
+    What finds out why prompts are not served.
+
+    Args:
+        admitted (`Admission`), config (`SuffixCacheConfig`): What the call is served as, and its settings.
+        changed (`bool`): Whether the model was another one before.
+        first (`bool`): Whether it is the first call of a session.
+    """
+    nothing = "session" if first else "state" if changed else "empty"
+    front_only = admitted.capability.kind != "shift" and config.fidelity != "exact"
+    return Search(admitted.identity, front_only, nothing)

@@ -1,6 +1,5 @@
 """SuffixCache: the long-lived object that a user holds and passes to `generate`; owns the store."""
 
-import logging
 import threading
 import time
 import weakref
@@ -8,93 +7,44 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
 
-import torch
 from transformers import PreTrainedModel
 
-from . import generation
-from .admission import Admission, admit
-from .attention import own_implementation
+from . import generation, hints
+from .admission import Admission, admit, make_search
 from .auditing import audit_answer
-from .bound import Auditor, Calibration, builtin
+from .bound import Auditor, Calibration
 from .bound.rule import Rule
 from .building import build_in_background
 from .calibrating import calibrate, fingerprint
-from .capabilities import CapabilityTable
-from .capability import Capability, input_device
+from .capability import Capability
 from .causes import Search
 from .comparison import Comparison, compare
-from .config import SuffixCacheConfig, UnsupportedModelError, check_field_names, check_ttl
-from .events import Events
+from .config import SuffixCacheConfig, check_field_names, check_ttl
 from .explaining import Explanation, explain, plain_call, read_prompt, refused
-from .identity import Identity, IdentityTable
+from .identity import Identity
 from .inputs import Refused
+from .opening import open_request
+from .owned import Owned
 from .private import PrivateView
-from .registration import Pins, register
+from .registration import Pins, check_registrable, register
 from .report import CacheStats, ReuseReport
 from .request import Request
-from .settling import Settlement, Settler, settle, settle_answer
+from .settling import Settlement, approximate_conversations, settle, settle_answer
 from .store import persistence
 from .store.compaction import CompactionResult
 from .store.pins import unpin
-from .store.scopes import Place, Scope, session_scope
+from .store.scopes import Scope, session_scope
 from .store.shelf import Sequence
 from .store.store import Store
-from .view import View
-
-logger = logging.getLogger("hf_suffix_cache")
 
 NUM_REPORTS = 256
-MAX_OLD_STATS = 1024  # statistics of sessions that are over, before they are looked through
-HARD_KL = 0.1  # nats; expected of few-shot examples in new order, five times what passages show
 PER_CALL = (  # settings that a handle may have of its own
     "fidelity max_kl workload repair repair_fraction drift seam_tokens tail_tokens min_match_tokens heal_rows "
     "heal_order settle store share_prefix"
 ).split()
 _UNSET = object()
-_said: set[str] = set()  # hints that this process has given
 _shared_lock = threading.Lock()
 _shared: list["SuffixCache"] = []
-
-
-class _Owned:
-    """What all handles on one store share."""
-
-    def __init__(self, config: SuffixCacheConfig, clock: Callable[[], float]):
-        self.store = Store(config, clock)
-        self.capabilities = CapabilityTable()
-        self.identities = IdentityTable(own_implementation)
-        self.calibration = builtin()
-        self.auditor = Auditor(config.audit_rate)
-        self.settler = Settler()
-        self.events = Events(lambda: self.store.evictions)
-        self.stats = CacheStats(
-            bytes_used=lambda: self.store.bytes_used,
-            bytes_total=lambda: self.store.bytes_total,
-            segments=lambda: self.store.num_segments,
-            evictions=lambda: self.store.evictions,
-            turned_away=lambda: self.store.steward.turned_away,
-            expirations=lambda: self.store.expirations,
-            bytes_by_kind=lambda: self.store.bytes_by_kind(),
-        )
-        self._session_stats: dict[Scope, CacheStats] = {}
-        self._lock = threading.Lock()
-
-    def stats_of(self, scope: Scope) -> CacheStats:
-        """The totals of one session. Those that the store has forgotten begin anew."""
-        store = self.store
-        with self._lock:
-            if len(self._session_stats) > 2 * len(store.sessions) + MAX_OLD_STATS:
-                known = set(store.sessions)
-                self._session_stats = {each: held for each, held in self._session_stats.items() if each in known}
-            if scope not in self._session_stats:
-                self._session_stats[scope] = CacheStats(
-                    bytes_used=lambda: sum(shelf.bytes_used for shelf in store.shelves_of(scope)),
-                    bytes_total=lambda: sum(shelf.bytes_used for shelf in store.shelves_of(scope)),
-                    segments=lambda: sum(len(shelf.segments) for shelf in store.shelves_of(scope)),
-                    evictions=lambda: sum(shelf.evictions for shelf in store.shelves_of(scope)),
-                    expirations=lambda: store.expired_of(scope),
-                )
-            return self._session_stats[scope]
 
 
 class SuffixCache(PrivateView):
@@ -126,12 +76,12 @@ class SuffixCache(PrivateView):
         if not callable(clock):
             raise TypeError(f"`clock` must be a function without arguments that gives seconds, got {clock!r}.")
         config = config.replace(**fields)
-        self._start(_Owned(config, clock), config, Scope("anonymous", config.namespace))
-        weakref.finalize(self, _hint_if_short_lived, self._calls).atexit = False
+        self._start(Owned(config, clock), config, Scope("anonymous", config.namespace))
+        weakref.finalize(self, hints.say_short_lived, self._calls).atexit = False
         generation.install()
         build_in_background()
 
-    def _start(self, owned: _Owned, config: SuffixCacheConfig, scope: Scope) -> None:
+    def _start(self, owned: Owned, config: SuffixCacheConfig, scope: Scope) -> None:
         self._owned = owned
         self.config = config
         self._scope = scope
@@ -162,10 +112,9 @@ class SuffixCache(PrivateView):
 
     def using(self, **changes) -> "SuffixCache":
         """
-        A handle on the same store with other settings and its own `last_report`. Takes `fidelity`, `max_kl`,
-        `workload`, `repair`, `repair_fraction`, `drift`, `seam_tokens`, `tail_tokens`, `min_match_tokens`,
-        `heal_rows`, `heal_order`, `settle`, `store` and `share_prefix`; the other settings belong to the store. The
-        handle of a session stays in that session.
+        A handle on the same store and session with other settings and its own `last_report`. Takes `fidelity`,
+        `max_kl`, `workload`, `repair`, `repair_fraction`, `drift`, `seam_tokens`, `tail_tokens`, `min_match_tokens`,
+        `heal_rows`, `heal_order`, `settle`, `store` and `share_prefix`; the other settings belong to the store.
         """
         unknown = sorted(set(changes) - set(PER_CALL))
         if unknown:
@@ -240,18 +189,8 @@ class SuffixCache(PrivateView):
         self._owned.events.gave_up(self._store.happened)
         self._owned.events.finished(report, self._scope)
         if report.carried_tokens or report.shifted_tokens:
-            _say_once(
-                "approximate",
-                'this answer is approximate: it used moved rows. SuffixCache(fidelity="exact") never does that.',
-            )
-        # the built-in values are never low where they have seen nothing, which would cry wolf
-        known = self.calibration.origin == "prompts" and report.expected_kl is not None
-        if known and report.expected_kl > HARD_KL:
-            _say_once(
-                "hard",
-                f"an answer's expected KL is {report.expected_kl:.2f} nats: its text is hard to move. State a bound "
-                '(`max_kl`), raise `repair_fraction`, or use fidelity="exact" for such prompts.',
-            )
+            hints.say_approximate()
+        hints.say_hard(self.calibration, report)
 
     def answered(self, model: PreTrainedModel, request: Request) -> None:
         """A `generate` call's answer is out, and reported."""
@@ -265,12 +204,8 @@ class SuffixCache(PrivateView):
 
     def _revival(self) -> Callable[[], "SuffixCache | None"]:
         """What makes a handle like this one again, without keeping the store alive until then."""
-        kind, owned, config, scope = (
-            type(self),
-            weakref.ref(self._owned),
-            self.config.replace(repair=None),
-            self._scope,
-        )
+        kind, owned, scope = type(self), weakref.ref(self._owned), self._scope
+        config = self.config.replace(repair=None)
 
         def revive():
             alive = owned()
@@ -298,58 +233,30 @@ class SuffixCache(PrivateView):
         tokens = options.get("prompt_columns") or 10**9
         known = self._identity, self._owned.capabilities
         admitted = admit(model, *known, tokens, batch, attached, options.get("chunk"))
-        identity, capability, rows, regimes = admitted
-        device = input_device(model)
-        specs = {
-            spec for shape in capability.shapes for spec in (shape.rotary, shape.value_rotary) if spec is not None
+        asks = self._counts and self._owned.events.wants_causes
+        options |= {
+            "capability_rows": admitted.capability_rows,
+            "wanted": self._wanted,
+            "trace": self._levels,
+            "search": self._search(model, admitted) if asks else None,
+            **({"adopt": False} if attached else {}),
         }
-
-        def frequencies():
-            return {spec: spec.frequencies(model) for spec in specs}
-
-        def reading_of(regime: bytes | None = None, with_types: bool = False):
-            return self._store.reading(identity, Place(self._scope, regime, with_types), capability.shapes)
-
-        def shared_of(regime: bytes | None, with_types: bool):
-            return self._store.shelf(identity, Place(self._scope, regime, with_types).beside, capability.shapes)
-
-        def same_model() -> bool:
-            return not torch.is_autocast_enabled(device.type) and self._identity(model, 0) is identity
-
-        foreign = self.calibration.is_foreign(fingerprint(self.config, capability, identity.digest))
-        extra = self._owned.auditor.extra_margin
-        rule = Rule(self.calibration, self.config.max_kl, self.config.workload, extra, foreign)
-        rule.check()
         if self._scope.kind == "session":
             self._store.open_session(self._scope, self.config.ttl)
-        reading = reading_of()
-        view = View(self._store, reading.own, capability)
-        asks = self._counts and self._owned.events.wants_causes
-        return Request(
-            view,
-            self.config,
-            frequencies,
-            capability=capability,
-            capability_rows=rows,
-            regimes=regimes,
-            reading=reading,
-            reading_of=reading_of,
-            shared_of=shared_of,
-            same_model=same_model,
-            rule=rule,
-            wanted=self._wanted,
-            trace=self._levels,
-            search=self._search(model, admitted) if asks else None,
-            **{**options, **({"adopt": False} if attached else {})},
+        return open_request(
+            self._store, self._scope, self.config, model, admitted, self._identity, self._rule, options
         )
+
+    def _rule(self, admitted: Admission) -> Rule:
+        """What predicts the KL of a call, and holds `max_kl`."""
+        foreign = self.calibration.is_foreign(fingerprint(self.config, admitted.capability, admitted.identity.digest))
+        extra = self._owned.auditor.extra_margin
+        return Rule(self.calibration, self.config.max_kl, self.config.workload, extra, foreign)
 
     def _search(self, model: PreTrainedModel, admitted: Admission) -> Search:
         """What finds out why prompts of this scope are not served."""
-        nothing = "state" if self._owned.events.has_changed(model, admitted.identity) else "empty"
-        if self._scope.kind == "session" and not self.stats.requests:
-            nothing = "session"
-        front_only = admitted.capability.kind != "shift" and self.config.fidelity != "exact"
-        return Search(admitted.identity, front_only, nothing)
+        first = self._scope.kind == "session" and not self.stats.requests
+        return make_search(admitted, self.config, self._owned.events.has_changed(model, admitted.identity), first)
 
     def _identity(self, model: PreTrainedModel, tokens: int) -> Identity:
         """The model's identity now; rows of identities that can never return are forgotten."""
@@ -433,11 +340,7 @@ class SuffixCache(PrivateView):
         """
         _check_model(model)
         capability = self.capability(model)
-        if capability.kind == "none" or (capability.kind == "prefix" and at != "front"):
-            remedy = ' Only at="front" can be registered.' if capability.kind == "prefix" else ""
-            raise UnsupportedModelError(
-                f"rows of this {type(model).__name__} can't be registered {at}: {capability.reason}.{remedy}"
-            )
+        check_registrable(model, capability, at)
         handle = self._handle({"fidelity": "exact"}, self._scope.beside)
         handle._wanted = True
         pinning = Pins(self._store, self._identity(model, 0), handle._scope, capability.shapes) if pin else None
@@ -503,16 +406,7 @@ class SuffixCache(PrivateView):
         The stored conversations of this scope and of the model as it is now that are not exact, newest first; each
         with whether its calls bring token types.
         """
-        identity, store = self._identity(model, 0), self._store
-        with store.lock:
-            found = [
-                (sequence, place.with_types)
-                for (owner, place), shelf in store.shelves.items()
-                if owner is identity and place.scope == self._scope
-                for sequence in shelf.sequences
-                if sequence.exact < len(sequence.ids) and not sequence.busy
-            ]
-        return sorted(found, key=lambda each: -each[0].last_used)
+        return approximate_conversations(self._store, self._identity(model, 0), self._scope)
 
     # -- managing -----------------------------------------------------------------------------------------------
 
@@ -570,17 +464,3 @@ class SuffixCache(PrivateView):
 def _check_model(model) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"expected a transformers PreTrainedModel, got {type(model).__name__}.")
-
-
-def _say_once(what: str, message: str) -> None:
-    if what not in _said:
-        _said.add(what)
-        logger.warning(message)
-
-
-def _hint_if_short_lived(calls: list[int], say: Callable = _say_once) -> None:
-    if calls[0] == 1:
-        say(
-            "short-lived",
-            "a SuffixCache was dropped after one call: it was empty, and saved nothing. Make it once and keep it.",
-        )

@@ -4,7 +4,39 @@ import numpy as np
 
 from .store.drafts import Draft
 from .store.index import common_prefix
-from .store.shelf import Recipe
+from .store.shelf import Recipe, Sequence, Shelf
+
+
+def store_rows(request, tokens: np.ndarray, handed_out: bool) -> list[Sequence]:
+    """
+    Store what a request leaves; returns the sequences. The store's lock is held meanwhile.
+
+    Args:
+        request (`Request`): Its forwards are done.
+        tokens (`np.ndarray` of int, `[batch, columns]`): All that was fed to the model.
+        handed_out (`bool`): Whether its view goes to the caller.
+    """
+    frequencies, view, stored = request.frequencies(), request.view, []
+    for number in range(len(tokens)):
+        if request.store_answer or number % request.batch.group == 0:
+            draft = draft_of(request, number, tokens[number])
+            shared = _share(request, draft, frequencies, handed_out)
+            sequence = view.store.commit(view.shelf, draft, frequencies, handed_out, shared, wanted=request.wanted)
+            stored += [sequence] if sequence is not None else []
+    return stored
+
+
+def _share(request, draft: Draft, frequencies, handed_out: bool) -> Shelf | None:
+    """Store the start of a prompt that all may reuse, if the call names one; returns the shared shelf."""
+    reading = request.reading
+    length = shared_length(draft.ids[: draft.prompt_length], request.config.share_prefix)
+    if length == 0 or reading.own.scope.kind == "shared":
+        return reading.shared
+    shelf = request.shared_of(request.regime, request.with_types)
+    front = draft.shared_front(length, shelf)
+    if front is not None:
+        request.view.store.commit(shelf, front, frequencies, handed_out, keep_extent=False)
+    return shelf
 
 
 def draft_of(request, number: int, tokens: np.ndarray) -> Draft:

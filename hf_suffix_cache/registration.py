@@ -7,8 +7,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .capability import input_device
-from .config import PoolExhausted
+from .capability import Capability, input_device
+from .config import PoolExhausted, UnsupportedModelError
 from .store import pins
 from .store.index import common_prefix
 from .store.pool import LayerShape
@@ -111,6 +111,15 @@ def _as_list(texts_or_ids) -> list:
     if texts and all(isinstance(item, (int, np.integer)) for item in texts):
         return [texts]
     return texts
+
+
+def check_registrable(model: PreTrainedModel, capability: Capability, at: str) -> None:
+    """Raise `UnsupportedModelError` for a model whose rows can't be stored to be served like this."""
+    if capability.kind == "none" or (capability.kind == "prefix" and at != "front"):
+        remedy = ' Only at="front" can be registered.' if capability.kind == "prefix" else ""
+        raise UnsupportedModelError(
+            f"rows of this {type(model).__name__} can't be registered {at}: {capability.reason}.{remedy}"
+        )
 
 
 def check_ids(model: PreTrainedModel, ids: list[int]) -> None:

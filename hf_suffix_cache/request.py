@@ -6,23 +6,20 @@ import logging
 import threading
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from .drafting import draft_of, shared_length
-from .drift import replay
+from .drafting import store_rows
 from .healing import UNHEALED, Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
+from .loading import load, reload_moved
 from .passes import Passes, logits_of
-from .prompt import CARRIED, SHIFTED, PlannedRow
+from .prompt import CARRIED, PlannedRow
 from .report import ReuseReport
-from .store.drafts import Draft
-from .store.gather import copy_rows
 from .store.reading import Reading
 from .store.scopes import Place
-from .store.shelf import Sequence, Shelf
+from .store.shelf import Sequence
 from .view import View
 
 logger = logging.getLogger("hf_suffix_cache")
@@ -350,44 +347,13 @@ class Request:
                 prompts = [(row.ids, row.served) for row in self.rows] if self.config.store else []
                 extent = store.allocate(view.shelf, columns, rows, None if self.wanted else prompts)
             view.lay_over(extent)
-            frequencies = self.frequencies()
-            for number in range(self.batch.rows):
-                self._load(number, self.rows[number // self.batch.group], in_place, frequencies)
+            load(self.view, self.batch, self.rows, in_place, self.frequencies())
         self.report.timings["materialise"] = time.perf_counter() - started
-
-    def _load(self, number: int, planned: PlannedRow, in_place: int, frequencies) -> None:
-        extent = self.view.extent
-        if planned.pad:
-            # masked, but a product with memory that was never written could be NaN
-            start = extent.start + number * extent.rows
-            extent.slab.fill(start, start + planned.pad, 0.0)
-        served = np.flatnonzero(~planned.computed)
-        served = served[served >= in_place]
-        if len(served):
-            addresses = planned.served.addresses_of(served)
-            copy_rows(
-                self.view.shelf.pool,
-                addresses,
-                extent,
-                number,
-                planned.pad + served,
-                planned.served.shift[served],
-                frequencies,
-            )
-            if planned.drifts and in_place == 0:
-                recipe = replace(planned.served, drifts=tuple(planned.drifts))
-                replay(self.view, recipe, number, planned.pad, frequencies)
 
     def _reload(self, prompts: range) -> None:
         """Gather the moved rows of these prompts anew: what was written in their places is undone."""
-        frequencies, extent = self.frequencies(), self.view.extent
         with self.view.store.lock:  # stored rows move when they are packed
-            for number in range(prompts.start * self.batch.group, prompts.stop * self.batch.group):
-                row = self.rows[number // self.batch.group]
-                moved = np.flatnonzero(row.kinds == SHIFTED)
-                if len(moved):
-                    source = row.served.addresses_of(moved), row.served.shift[moved]
-                    copy_rows(self.view.shelf.pool, source[0], extent, number, row.pad + moved, source[1], frequencies)
+            reload_moved(self.view, self.batch, self.rows, prompts, self.frequencies())
 
     def _drop_plan(self) -> None:
         """Back to an empty view."""
@@ -422,34 +388,12 @@ class Request:
             self._remark(view.store.shortage(view.shelf, view.extent))
             try:
                 if self.config.store and self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
-                    self._commit(tokens, handed_out)
+                    self.stored = store_rows(self, tokens, handed_out)
             except Exception:  # the answer is there and right: a fault in storing must not take it from the caller
                 logger.warning("storing failed: the rows of this model are forgotten", exc_info=True)
                 view.store.drop(view.shelf)
             self._close(handed_out)
         self.report.timings["total"] = time.perf_counter() - self.started
-
-    def _commit(self, tokens: np.ndarray, handed_out: bool) -> None:
-        """Store each row of `tokens`, `[batch, columns]`, all that was fed to the model."""
-        frequencies, store = self.frequencies(), self.view.store
-        for number in range(len(tokens)):
-            if self.store_answer or number % self.batch.group == 0:
-                draft = draft_of(self, number, tokens[number])
-                shared = self._share(draft, frequencies, handed_out)
-                wanted = self.wanted
-                sequence = store.commit(self.view.shelf, draft, frequencies, handed_out, shared, wanted=wanted)
-                self.stored += [sequence] if sequence is not None else []
-
-    def _share(self, draft: Draft, frequencies, handed_out: bool) -> Shelf | None:
-        """Store the start of a prompt that all may reuse, if the call names one; returns the shared shelf."""
-        length = shared_length(draft.ids[: draft.prompt_length], self.config.share_prefix)
-        if length == 0 or self.reading.own.scope.kind == "shared":
-            return self.reading.shared
-        shelf = self.shared_of(self.regime, self.with_types)
-        front = draft.shared_front(length, shelf)
-        if front is not None:
-            self.view.store.commit(shelf, front, frequencies, handed_out, keep_extent=False)
-        return shelf
 
     def abort(self) -> None:
         """The call failed: nothing is stored, everything is let go."""

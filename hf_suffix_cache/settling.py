@@ -17,6 +17,9 @@ from .generation import at_uninstall, hooked
 from .identity.adapters import is_adapter
 from .inputs import Refused
 from .request import closing
+from .store.scopes import Scope
+from .store.shelf import Sequence
+from .store.store import Store
 
 logger = logging.getLogger("hf_suffix_cache")
 
@@ -128,6 +131,19 @@ def _settle(handle, model, sequence, with_types: bool) -> Settlement:
     _, rows = _run(handle, model, sequence.ids, True, with_types)
     kept = (sequence, with_types) in handle.approximate_conversations(model)
     return Settlement(0 if kept else len(sequence.ids), rows, time.perf_counter() - started)
+
+
+def approximate_conversations(store: Store, identity, scope: Scope) -> list[tuple[Sequence, bool]]:
+    """The conversations of a model and a scope that are not exact, see `SuffixCache.approximate_conversations`."""
+    with store.lock:
+        found = [
+            (sequence, place.with_types)
+            for (owner, place), shelf in store.shelves.items()
+            if owner is identity and place.scope == scope
+            for sequence in shelf.sequences
+            if sequence.exact < len(sequence.ids) and not sequence.busy
+        ]
+    return sorted(found, key=lambda each: -each[0].last_used)
 
 
 # -- in the background ----------------------------------------------------------------------------------------------

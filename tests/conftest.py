@@ -45,7 +45,7 @@ def references(monkeypatch):
 def small_and_poisoned_pools(monkeypatch):
     """Every cache of the suite fills freed memory with NaN, and takes memory in equally small slabs everywhere."""
     monkeypatch.setattr("hf_suffix_cache.store.store.free_bytes", lambda device: 256 << 20)
-    monkeypatch.setattr("hf_suffix_cache.cache.Store", lambda config, clock: Store(config.replace(debug=True), clock))
+    monkeypatch.setattr("hf_suffix_cache.owned.Store", lambda config, clock: Store(config.replace(debug=True), clock))
 
 
 @pytest.fixture(autouse=True)

@@ -189,7 +189,7 @@ def test_calibrate_says_what_it_left_out(caplog):
 
 @pytest.mark.parametrize("origin, says", [("builtin", False), ("prompts", True)])
 def test_hard_text_is_named_once_where_the_calibration_is_the_callers(origin, says, caplog, monkeypatch):
-    monkeypatch.setattr("hf_suffix_cache.cache._said", set())
+    monkeypatch.setattr("hf_suffix_cache.hints._said", set())
     cache = SuffixCache()
     cache.calibration = Calibration(None, {}, origin=origin)
     for _ in range(2):
