@@ -5,7 +5,8 @@ A neutral paragraph is stored behind one of 20 secrets, each in a session of its
 
 * `rows`: somebody who can read the store runs the paragraph behind each of the 20 candidates himself, and takes the
   one whose rows come nearest to the stored ones: behind the very same text, or behind a front and words of his own. The
-  control looks at the first layer alone, whose rows depend on token and position only.
+  control looks at the first layer alone, whose rows depend on token and position only. The files of a saved store are
+  searched for the same rows, and for the tokens.
 * `answers`: the owner moves the paragraph behind a question for the secret, which stands nowhere in that prompt. How
   likely is the secret then, how likely behind rows that stood behind the 19 others, and does the model say it?
 * `scopes`: sessions that are new to the cache ask the same question, and guess a whole stored prompt, right and wrong.
@@ -18,7 +19,9 @@ The machine may be busy, except for the ratio of times. What is finished is kept
 """
 
 import random
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -48,11 +51,18 @@ class LeaksOptions(Options):
 
 
 class RowCounter:
-    """Counts the rows that a model's first decoder layer runs, whatever any report says."""
+    """Counts the rows that a model's first decoder layer runs, whatever any report says, while it is open."""
 
     def __init__(self, model):
+        self.model = model
         self.rows = 0
-        model.model.layers[0].register_forward_hook(self._count, with_kwargs=True)
+
+    def __enter__(self) -> "RowCounter":
+        self._hook = self.model.model.layers[0].register_forward_hook(self._count, with_kwargs=True)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._hook.remove()
 
     def _count(self, layer, args, kwargs, output) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -68,15 +78,13 @@ class RowCounter:
 def main() -> None:
     options = parse(LeaksOptions, __doc__)
     model, tokenizer = load(threads=options.threads)
-    counter = RowCounter(model)
     journal = Journal(sources.cache_home() / "leaks.jsonl", {"threads": options.threads})
     taken = []
     for kind in options.kinds.split(","):
         for paragraph in paragraphs(tokenizer, options):
             prompts = Prompts(tokenizer, KINDS[kind], paragraph)
-            record = journal.record(
-                [kind, paragraph, prompts.words], lambda prompts=prompts: measure(model, counter, prompts)
-            )
+            part = [kind, paragraph, prompts.words]
+            record = journal.record(part, lambda prompts=prompts: measure(model, prompts))
             taken.append({"kind": kind} | record)
     results = Results("leaks", "SmolLM2-135M-Instruct", "float32", options)
     write_rows(taken, results)
@@ -99,18 +107,26 @@ def paragraphs(tokenizer, options: LeaksOptions) -> list[list[int]]:
     raise ValueError(f"{options.data!r} has {len(found)} such paragraphs, not {options.n}.")
 
 
-def measure(model, counter: RowCounter, prompts: Prompts) -> dict:
+def measure(model, prompts: Prompts) -> dict:
     """All that is measured of one kind and one paragraph, JSON-ready."""
+    cache, owners = filled(model, prompts, SECRETS)
+    found = {
+        "rows": read_rows(model, cache, owners, prompts),
+        "disk": read_disk(cache, owners, prompts),
+        "answers": read_answers(model, owners, prompts),
+    }
+    with RowCounter(model) as counter:  # which makes the model another one, whose rows no file may hold
+        return found | {"scopes": read_scopes(model, *filled(model, prompts, GUESSES), counter, prompts)}
+
+
+def filled(model, prompts: Prompts, count: int) -> tuple[SuffixCache, list[SuffixCache]]:
+    """A cache in which the first `count` secrets are stored, and the handles of their owners."""
     # a question for the secret is another topic than the paragraph's, which is not what is asked here
     cache = SuffixCache(max_bytes=1 << 30, topic_similarity=0.0)
-    owners = [cache.session(f"owner {number}", ttl=None) for number in range(SECRETS)]
-    for owner, secret in zip(tqdm(owners, desc="storing"), prompts.secrets, strict=True):
+    owners = [cache.session(f"owner {number}", ttl=None) for number in range(count)]
+    for owner, secret in zip(tqdm(owners, desc="storing"), prompts.secrets[:count], strict=True):
         ask(model, prompts.stored(secret)[0], 1, cache=owner)
-    return {
-        "rows": read_rows(model, cache, owners, prompts),
-        "answers": read_answers(model, owners, prompts),
-        "scopes": read_scopes(model, cache, owners, counter, prompts),
-    }
+    return cache, owners
 
 
 # -- who can read the rows -----------------------------------------------------------------------------------------
@@ -138,7 +154,7 @@ def read_rows(model, cache: SuffixCache, owners: list, prompts: Prompts) -> dict
     return found
 
 
-def stored_values(cache: SuffixCache, owner: SuffixCache, start: int, stop: int) -> torch.Tensor:
+def stored_values(cache: SuffixCache, owner: SuffixCache, start: int = 0, stop: int = 1 << 31) -> torch.Tensor:
     """
     Values of an owner's stored rows at positions [start, stop), `[layers, kv_heads, rows, head_dim]`. This is what an
     attacker with access to the process does, so it takes the store apart.
@@ -149,6 +165,23 @@ def stored_values(cache: SuffixCache, owner: SuffixCache, start: int, stop: int)
     rows = np.flatnonzero((segment.positions >= start) & (segment.positions < stop))
     ((slab, places, _),) = shelf.pool.by_slab(segment.addresses[rows])
     return slab.values[shape][:, :, torch.from_numpy(places)].clone()
+
+
+def read_disk(cache: SuffixCache, owners: list, prompts: Prompts) -> dict:
+    """Of how many owners a saved store shows the last layer's values, bit for bit, and the tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(folder)
+        rows, tokens = (
+            [file.read_bytes() for file in sorted(Path(folder).glob(f"{kind}-*.safetensors"))]
+            for kind in ("rows", "tokens")
+        )
+    found = {"rows": 0, "tokens": 0}
+    for owner, secret in zip(owners, prompts.secrets, strict=True):
+        values = stored_values(cache, owner)[-1].contiguous().numpy().tobytes()
+        text = np.array(prompts.stored(secret)[0], dtype="<i4").tobytes()
+        found["rows"] += any(values in file for file in rows)
+        found["tokens"] += any(text in file for file in tokens)
+    return found
 
 
 def fresh_values(model, ids: list[int], start: int, stop: int) -> torch.Tensor:
@@ -245,6 +278,10 @@ def write_rows(taken: list[dict], results: Results) -> None:
             if part == "first layer alone":
                 note = "control: these rows have seen nothing but their token; target 0"
             results.add(f"rows: {front}", f"secrets told, {part}", count / n, "share", n, *wilson(count, n), note)
+    for name in ("rows", "tokens"):
+        count, n = sum(record["disk"][name] for record in taken), SECRETS * len(taken)
+        note = "of a saved store, found in its files bit for bit; Wilson 95 %"
+        results.add("disk", f"owners whose {name} stand there", count / n, "share", n, *wilson(count, n), note)
 
 
 def write_answers(taken: list[dict], results: Results) -> None:

@@ -26,14 +26,10 @@ class Clock:
 
 
 def told(report) -> dict:
-    """All that a report says but its times and what rounding moves. Segments are numbered as they come up in it."""
+    """All that a report says but its times and what rounding moves."""
     values = report.to_dict()
     for name in ("timings", "residual", "expected_kl", "features", "equivalent_rows"):
         del values[name]
-    numbers: dict = {None: None}
-    for row in values["spans"]:
-        for span in row:
-            span["segment"] = numbers.setdefault(span["segment"], len(numbers))
     return values
 
 

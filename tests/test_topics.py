@@ -10,7 +10,7 @@ import torch
 from benchmarks import leaks, planted, topics
 from benchmarks.secret_prompts import GUESSES, KINDS, SECRETS, Prompts
 from benchmarks.sources import Question
-from tiny_models import forget, make_model, text
+from tiny_models import make_model, text
 
 
 class Words:
@@ -142,12 +142,12 @@ def test_prompts_differ_in_the_secret_alone(name):
 def test_a_whole_measurement_on_a_tiny_model():
     """What the benchmark writes about SmolLM2, on random weights: rows tell all, and strangers are told nothing."""
     model, tokenizer = make_model("llama"), Words()
-    forget(model)  # the counter's hook stays on it
     prompts = Prompts(tokenizer, KINDS["city"], text(120, 1, 180, 256))
-    record = leaks.measure(model, leaks.RowCounter(model), prompts)
+    record = leaks.measure(model, prompts)
     assert len(tokenizer.ids) < 180
     assert record["rows"]["same front"] == {"all layers": SECRETS, "last 16 rows": SECRETS, "first layer alone": 0}
     assert record["rows"]["own words"]["first layer alone"] == 0
+    assert record["disk"] == {"rows": SECRETS, "tokens": SECRETS}
     for way in leaks.MOVED:
         assert np.array(record["answers"]["ways"][way]).shape == (SECRETS, SECRETS)
     scopes = record["scopes"]
