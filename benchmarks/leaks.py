@@ -4,9 +4,9 @@ What does a stored row reveal of the text that stood before it (SmolLM2-135M-Ins
 A neutral paragraph is stored behind one of 20 secrets, each in a session of its own of one cache.
 
 * `rows`: somebody who can read the store runs the paragraph behind each of the 20 candidates himself, and takes the
-  one whose rows come nearest to the stored ones: behind the very same text, or behind a front and words of his own. The
-  control looks at the first layer alone, whose rows depend on token and position only. The files of a saved store are
-  searched for the same rows, and for the tokens.
+  one whose rows come nearest to the stored ones: behind the very same text, or behind a front and words of his own.
+  The control looks at the first layer alone, whose rows depend on token and position only. The files of a saved store
+  are searched for the same rows, and for the tokens.
 * `answers`: the owner moves the paragraph behind a question for the secret, which stands nowhere in that prompt. How
   likely is the secret then, how likely behind rows that stood behind the 19 others, and does the model say it?
 * `scopes`: sessions that are new to the cache ask the same question, and guess a whole stored prompt, right and wrong.
