@@ -161,7 +161,10 @@ def state_of(cache) -> list:
         (
             key[1],
             [(sequence.last_used, sequence.busy, sequence.extent is None) for sequence in shelf.sequences],
-            [(each.segment_id, each.references, each.holders, each.last_used) for each in shelf.segments],
+            [
+                (each.segment_id, each.references, each.holders, each.last_used, {**vars(each.uses)})
+                for each in shelf.segments
+            ],
             len(shelf.windows),
             shelf.evictions,
         )
@@ -172,7 +175,7 @@ def state_of(cache) -> list:
         for scope, session in ((scope, store.sessions.get(scope)) for scope in store.sessions)
     ]
     slabs = [slab.references.tolist() for pool in store.pools.values() for slab in pool.slabs.values()]
-    return [shelves, sessions, slabs, cache.stats.to_dict(), len(cache.reports), cache.last_report]
+    return [shelves, sessions, slabs, store.usage.work, cache.stats.to_dict(), len(cache.reports), cache.last_report]
 
 
 class Clock:
