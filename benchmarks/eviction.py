@@ -264,7 +264,7 @@ def servers(options: EvictionOptions) -> dict[str, Callable[[], Server]]:
         "lfu": lambda: Server(STORE, "lfu"),
         "greedy dual": lambda: Server(STORE, GreedyDual()),
         "gdsf": lambda: Server(STORE, "gdsf"),
-        "gdsf, no window": lambda: Server(STORE, Gdsf(window=0.0)),
+        "gdsf, all of the past": lambda: Server(STORE, Gdsf(past=1.0)),
         "all": lambda: Server(50 * STORE),
     }
     for half_life in filter(None, options.half_lives.split(",")):

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.eviction import GreedyDual, Server, best_fixed, corpus, loop, of_documents, ranks, text
 from hf_suffix_cache import SuffixCache, SuffixCacheConfig
 from hf_suffix_cache.config import EVICTIONS
-from hf_suffix_cache.store.eviction import NEWCOMER, POLICIES, WINDOW, Candidates, Gdsf, order_of, policy_of
+from hf_suffix_cache.store.eviction import NEWCOMER, PAST, POLICIES, Candidates, Gdsf, order_of, policy_of
 from reference import ask, check_pool, forgets_everything, same_as_vanilla
 from tiny_models import A, B, C, head, make_model, new_text, old_text, question
 
@@ -57,13 +57,11 @@ def test_of_equals_the_one_used_longest_ago_goes_and_what_frees_nothing_goes_las
     assert order(POLICIES[policy], last_used=[3, 1, 2]) == [1, 2, 0]
 
 
-def test_new_text_counts_in_full_within_the_window_and_by_its_past_beyond_it():
-    facts = dict(last_used=[5, 4, 3, 2, 1], new_bytes=[4, 4, 4, 4, 0], num_bytes=[4] * 5, seconds=[4] * 5)
-    new = dict(recent=[1, 1, 1, 3, 1], unproven=[1, 1, 1, 1, 0])
-    got = Gdsf().worth(candidates(**facts, **new))  # 64 bytes: the window is 8
-    assert got.tolist() == [1, 1, NEWCOMER, 2, 1]
-    assert Gdsf(window=0.0).worth(candidates(**facts, **new)).tolist() == [NEWCOMER, NEWCOMER, NEWCOMER, 2, 1]
-    assert Gdsf(window=1.0).worth(candidates(**facts, **new)).tolist() == [1, 1, 1, 3, 1]
+def test_new_text_counts_by_its_past():
+    facts = {"recent": [1, 1, 5, 0.5], "unproven": [1, 0, 1, 0.5]}
+    assert Gdsf().worth(candidates(**facts)).tolist() == [NEWCOMER, 1, 4 * PAST, 0.5 * NEWCOMER]
+    assert Gdsf(past=1.0).worth(candidates(**facts)).tolist() == [NEWCOMER, 1, 4, 0.5 * NEWCOMER]
+    assert Gdsf(newcomer=1.0).worth(candidates(**facts)).tolist() == [1, 1, 4 * PAST, 0.5]
 
 
 def test_a_policy_of_the_callers_decides():
@@ -161,10 +159,7 @@ class SlowStore:
         ]
         if not self._is_new(name):
             return sum(faded)
-        newer = [other for other in self.held if self._is_new(other) and self.held[other]["last"] >= entry["last"]]
-        if len(newer) <= WINDOW * self.capacity:
-            return sum(faded)
-        return max(sum(faded[:-1]), NEWCOMER * faded[-1])
+        return max(PAST * sum(faded[:-1]), NEWCOMER * faded[-1])
 
     def _is_new(self, name: int) -> bool:
         return self.held[name]["unused"] and self.held[name]["contest"] == self.contests

@@ -11,8 +11,9 @@ from .segments import Segment
 from .shelf import Recipe, Sequence, Shelf
 from .usage import Usage
 
-WINDOW = 1 / 8  # of the store: what is new may hold so much before it must be worth more than what is there
-NEWCOMER = 1 / 16  # uses that text is worth beyond that which was never asked for before
+VIEW_SHARE = 1 / 8  # of the store: a call may have so many rows for what is worth least, whatever it is worth itself
+PAST = 3 / 4  # of the uses of text before it was stored, that count before its first contest for room
+NEWCOMER = 1 / 16  # uses that it counts at least, as for text that was never asked for before
 CREDIT = 8  # uses that a call counts for which more than such a share would have to go: chats mostly go on
 
 
@@ -84,20 +85,19 @@ class Gdsf:
     for as often as any other, and would else push out the one that comes next.
 
     Args:
-        window (`float`): Share of the store that what is new may hold and yet count as what was used once.
-        newcomer (`float`): Uses that what is new counts beyond that if its text was never asked for before.
+        past (`float`): Share of its earlier uses that what is new counts. Below 1, so that of two texts which are
+            asked for equally often the one that is there stays.
+        newcomer (`float`): Uses that what is new counts at least.
     """
 
-    window: float = WINDOW
+    past: float = PAST
     newcomer: float = NEWCOMER
 
     def worth(self, candidates: Candidates) -> np.ndarray:
         """Seconds saved for a byte."""
-        uses = candidates.recent.copy()
-        newest = np.argsort(-candidates.last_used, kind="stable")
-        beyond = newest[np.cumsum(candidates.new_bytes[newest]) > self.window * candidates.max_bytes]
-        before, unproven = (uses - candidates.unproven)[beyond], candidates.unproven[beyond]
-        uses[beyond] = np.maximum(before, self.newcomer * unproven)
+        recent, unproven = candidates.recent, candidates.unproven
+        as_new = np.maximum(self.past * (recent - unproven), self.newcomer * unproven)
+        uses = np.where(unproven > 0, as_new, recent)
         return uses * candidates.seconds / np.maximum(candidates.num_bytes, 1)
 
 

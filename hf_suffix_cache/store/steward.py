@@ -10,7 +10,7 @@ from ..config import PoolExhausted
 from .accounting import Survey
 from .compaction import empty_slabs, make_range
 from .cooling import cold_dtype, cool, ready
-from .eviction import WINDOW, EvictionPolicy, admits, describe, evictable, freed, order_of
+from .eviction import VIEW_SHARE, EvictionPolicy, admits, describe, evictable, freed, order_of
 from .pins import pinned_segments
 from .pool import BlockPool, Extent, Slab
 from .room import demote, growth_room
@@ -191,7 +191,7 @@ class Steward:
         have: what is given up for it is what is worth least. A larger one must be worth what has to go for it.
         """
         size = wanted * shelf.pool.row_bytes
-        if prompts is None or not WINDOW * self.budget.max_bytes < size <= self.budget.max_bytes:
+        if prompts is None or not VIEW_SHARE * self.budget.max_bytes < size <= self.budget.max_bytes:
             return True
         return admits(list(self._shelves.values()), shelf, size, prompts, self.policy, self.usage, self._clock())
 
