@@ -14,19 +14,19 @@ from torch.nn.functional import scaled_dot_product_attention
 BLOCK_ROWS = 32  # queries of one block: the CPU's sdpa works on 32 at a time, larger blocks only see more keys
 PACKED_ROWS = 64  # groups x queries up to which queries are packed behind each key head, their mask repeated
 
-# What one layer takes, ours / stock in ms (2 AMD EPYC cores, one thread, torch 2.13). One-off runs, not in a CSV yet:
-# benchmarks/speed_attention.py repeats them.
+# What one layer takes, ours / stock in ms (2 AMD EPYC cores, one thread, torch 2.13). The fp32 lines of the first two
+# shapes are rows of speed.csv (benchmarks/speed_attention.py); the others are one-off runs, not in a CSV yet.
 #   one token, no mask           512 keys      4,096 keys    16,384 keys
-#   9q/3kv/d64    fp32           0.08 / 0.08   0.63 / 0.71   2.52 / 3.43
+#   9q/3kv/d64    fp32           0.11 / 0.12   0.70 / 0.87   2.53 / 3.95
 #                 bf16           0.11 / 0.50   0.65 / 3.31   2.54 / 13.3
-#   4q/1kv/d256   fp32           0.09 / 0.13   0.74 / 1.44   2.92 / 8.74
+#   4q/1kv/d256   fp32           0.12 / 0.18   0.77 / 1.78   3.11 / 9.26
 #                 bf16           0.09 / 0.86   0.72 / 7.19   2.81 / 29.3
 #   32q/8kv/d128  fp32           0.44 / 0.57   3.22 / 5.87   18.1 / 52.3
 #                 bf16           0.41 / 3.10   3.13 / 24.4   12.2 / 98.6
 #   scattered rows of 4,096      8 rows        64 rows       700 rows
-#   9q/3kv/d64    fp32           -             6.46 / 9.69   45.3 / 84.3
+#   9q/3kv/d64    fp32           1.69 / 6.08   7.80 / 12.5   51.9 / 89.7
 #                 bf16           1.19 / 2.19   6.63 / 9.29   48.5 / 85.1
-#   4q/1kv/d256   fp32           1.57 / 1.98   9.33 / 11.9   69.6 / 128
+#   4q/1kv/d256   fp32           2.28 / 3.56   11.6 / 14.6   82.3 / 141
 #                 bf16           1.65 / 2.37   10.2 / 13.0   75.3 / 130
 #   32q/8kv/d128  fp32           8.05 / 71.1   38.5 / 113    -
 #                 bf16           7.84 / 43.0   43.0 / 86.6   -
