@@ -37,7 +37,8 @@ GAINS = {True: 5.0, False: 2.0}  # by whether the dtype is half precision: ours 
 NARROW_GAIN, NARROW_DIM = 1.1, 128  # ... and in fp32 for heads of fewer dims
 # Queries in one piece at the end of the keys that are worth the causal kernel, if they are this share of the keys. Of
 # 4,096 keys 98 % take 0.83 of the blocks' time with 9q/3kv/d64 on 2 threads and 0.94 on one, 0.90 and 0.88 with
-# 4q/1kv/d256, 0.89 and 0.92 with 32q/8kv/d128; 60 % take 0.97 to 1.19; of 1,024 keys 98 % take 1.01 to 1.22. One-off runs.
+# 4q/1kv/d256, 0.89 and 0.92 with 32q/8kv/d128; 60 % take 0.97 to 1.19; of 1,024 keys 98 % take 1.01 to 1.22 (one-off
+# runs).
 CAUSAL_ROWS = 1536
 CAUSAL_SHARE = 0.8
 
