@@ -406,6 +406,8 @@ class Request:
                 draft = draft_of(self, number, tokens[number])
                 sequence = self.view.store.commit(self.view.shelf, draft, frequencies, handed_out)
                 self.stored += [sequence] if sequence is not None else []
+                if sequence is None and handed_out and self.view.extent.pooled:
+                    self._remark(self.view.store.no_copies())
 
     def abort(self) -> None:
         """The call failed: nothing is stored, everything is let go."""

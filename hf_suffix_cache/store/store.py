@@ -111,6 +111,10 @@ class Store:
             "own, and nothing of it was stored"
         )
 
+    def no_copies(self) -> str:
+        """What to say of a call whose view goes to the caller, and of whose rows no copy could be kept."""
+        return f"the caller holds the call's cache, and {self._limit()} had no room for a copy: it was not stored"
+
     def _limit(self) -> str:
         return "the device" if self.budget.refused else f"`max_bytes` ({self.budget.max_bytes:,})"
 
@@ -269,9 +273,13 @@ class Store:
             shelf.forget_mean(mean)
 
     def _release_orphans(self) -> None:
+        freed = set()
         while self._orphans:
             pool, extent = self._orphans.popleft()
             pool.release(extent)
+            freed.add(pool)
+        for pool in freed:
+            self._tidy(pool)
 
     def _on(self, pool: BlockPool) -> list[Shelf]:
         """The shelves on a pool."""
@@ -349,6 +357,8 @@ class Store:
     def _make_room_for_copies(self, pool: BlockPool, draft: Draft) -> bool:
         """Have room for copies of the rows that the draft's call computed, for which old sequences are given up."""
         rows = int((draft.served.which < 0).sum()) + 2 * self.config.block_size
+        if pool.round_up(rows) * pool.row_bytes > self.budget.max_bytes - self._bytes_in_use():
+            return False  # whatever is given up
         while True:
             try:
                 pool.free_rows(rows, None)
