@@ -407,7 +407,7 @@ class Request:
                 sequence = self.view.store.commit(self.view.shelf, draft, frequencies, handed_out)
                 self.stored += [sequence] if sequence is not None else []
                 if sequence is None and handed_out and self.view.extent.pooled:
-                    self._remark(self.view.store.no_copies())
+                    self._remark(self.view.store.no_copies(self.view.shelf))
 
     def abort(self) -> None:
         """The call failed: nothing is stored, everything is let go."""

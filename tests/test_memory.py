@@ -395,6 +395,17 @@ def test_a_call_that_finds_no_room_for_copies_says_so_and_gives_nothing_up():
     check_pool(cache)
 
 
+def test_a_call_whose_store_was_cleared_meanwhile_does_not_speak_of_room():
+    class Clear:
+        def __call__(self, input_ids, scores):
+            cache.clear()
+            return scores
+
+    model, cache = make_model("llama"), SuffixCache()
+    got = ask(model, old_text(60, 1), cache, steps=2, processors=[Clear()], return_dict_in_generate=True)
+    assert got.report.reason is None and cache.stats.segments == 0
+
+
 def test_rows_are_kept_small_also_where_views_go_to_the_caller():
     model, cache = make_model("llama"), SuffixCache(store_dtype="int8", keep_conversations=1)
     for number in range(6):

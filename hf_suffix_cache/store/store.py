@@ -111,8 +111,13 @@ class Store:
             "own, and nothing of it was stored"
         )
 
-    def no_copies(self) -> str:
-        """What to say of a call whose view goes to the caller, and of whose rows no copy could be kept."""
+    def no_copies(self, shelf: Shelf) -> str | None:
+        """
+        What to say of a call whose view goes to the caller, and of which nothing was stored: there was no room for
+        copies of its rows; None if its shelf was cleared meanwhile.
+        """
+        if shelf not in self.shelves.values():
+            return None
         return f"the caller holds the call's cache, and {self._limit()} had no room for a copy: it was not stored"
 
     def _limit(self) -> str:
