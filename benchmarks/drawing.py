@@ -37,9 +37,10 @@ class Table:
     def caption(self) -> str:
         """With what the figures were measured."""
         row = self.all[-1]
-        models, dtypes = (list(dict.fromkeys(other[name] for other in self.all)) for name in ("model", "dtype"))
+        names = ("model", "dtype", "threads")
+        models, dtypes, threads = (list(dict.fromkeys(other[name] for other in self.all)) for name in names)
         model = " and ".join(models) if len(models) < 3 else f"{len(models)} models"
-        where = f"{row['machine']}, {row['threads']} threads"
+        where = f"{row['machine']}, {' or '.join(sorted(threads))} threads"
         versions = f"torch {row['torch']}, transformers {row['transformers']}"
         return f"{model}, {' and '.join(dtypes)}, {where}, {versions}, {row['date']}"
 

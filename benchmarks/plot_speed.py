@@ -17,6 +17,7 @@ KIND_COLOURS = {
     "waste": TARGET,
 }
 PEAKS = (("a hit, beyond the store", BLUE), ("a hit, view included", "#5fafd7"), ("DynamicCache", GREY))
+LEAST_SHARE = 1 / 32  # of a target: where the picture of the targets begins
 _TARGET = re.compile(r"target (<=|>=) ([0-9.]+)")
 
 
@@ -43,12 +44,12 @@ def draw_targets(table: Table) -> Figure | None:
         low, high = sorted((first, second))
         axis.barh(place, value, color=BLUE if value <= 1 else ORANGE, height=0.7)
         axis.plot([low, high], [place, place], color="black", linewidth=1)
-        axis.text(max(value, high), place, f" {value:.2f}", va="center", fontsize=6)
+        axis.text(max(value, high, LEAST_SHARE), place, f" {value:.2f}", va="center", fontsize=6)
     axis.axvline(1.0, color=TARGET, linestyle="dashed")
     axis.set_yticks(range(len(found)), [name for name, *_ in reversed(found)], fontsize=6)
     axis.set(xlabel="figure / target (of a floor: target / figure)", ylim=(-0.7, len(found) - 0.3))
     axis.set_xscale("log", base=2)
-    axis.set_xlim(1 / 32, None)
+    axis.set_xlim(LEAST_SHARE, None)
     axis.xaxis.set_major_formatter("{x:g}")
     axis.set_title("Targets: left of the line is met", fontsize=10)
     return figure

@@ -23,6 +23,8 @@ def store_rows(request, tokens: np.ndarray, handed_out: bool) -> list[Sequence]:
             shared = _share(request, draft, frequencies, handed_out)
             sequence = view.store.commit(view.shelf, draft, frequencies, handed_out, shared, wanted=request.wanted)
             stored += [sequence] if sequence is not None else []
+            if sequence is None and handed_out and view.extent.pooled:
+                request.remark(view.store.no_copies(view.shelf))
     return stored
 
 

@@ -8,25 +8,26 @@ transformers' attention functions give it. Query head i belongs to key head i //
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 BLOCK_ROWS = 32  # queries of one block: the CPU's sdpa works on 32 at a time, larger blocks only see more keys
 PACKED_ROWS = 64  # groups x queries up to which queries are packed behind each key head, their mask repeated
 
-# What one layer takes, ours / stock in ms (2 AMD EPYC cores, one thread, torch 2.13). One-off runs, not in a CSV yet:
-# benchmarks/speed_attention.py repeats them.
+# What one layer takes, ours / stock in ms (2 AMD EPYC cores, one thread, torch 2.13). The fp32 lines of the first two
+# shapes are rows of speed.csv (benchmarks/speed_attention.py); the others are one-off runs, not in a CSV yet.
 #   one token, no mask           512 keys      4,096 keys    16,384 keys
-#   9q/3kv/d64    fp32           0.08 / 0.08   0.63 / 0.71   2.52 / 3.43
+#   9q/3kv/d64    fp32           0.11 / 0.12   0.70 / 0.87   2.53 / 3.95
 #                 bf16           0.11 / 0.50   0.65 / 3.31   2.54 / 13.3
-#   4q/1kv/d256   fp32           0.09 / 0.13   0.74 / 1.44   2.92 / 8.74
+#   4q/1kv/d256   fp32           0.12 / 0.18   0.77 / 1.78   3.11 / 9.26
 #                 bf16           0.09 / 0.86   0.72 / 7.19   2.81 / 29.3
 #   32q/8kv/d128  fp32           0.44 / 0.57   3.22 / 5.87   18.1 / 52.3
 #                 bf16           0.41 / 3.10   3.13 / 24.4   12.2 / 98.6
 #   scattered rows of 4,096      8 rows        64 rows       700 rows
-#   9q/3kv/d64    fp32           -             6.46 / 9.69   45.3 / 84.3
+#   9q/3kv/d64    fp32           1.69 / 6.08   7.80 / 12.5   51.9 / 89.7
 #                 bf16           1.19 / 2.19   6.63 / 9.29   48.5 / 85.1
-#   4q/1kv/d256   fp32           1.57 / 1.98   9.33 / 11.9   69.6 / 128
+#   4q/1kv/d256   fp32           2.28 / 3.56   11.6 / 14.6   82.3 / 141
 #                 bf16           1.65 / 2.37   10.2 / 13.0   75.3 / 130
 #   32q/8kv/d128  fp32           8.05 / 71.1   38.5 / 113    -
 #                 bf16           7.84 / 43.0   43.0 / 86.6   -
@@ -34,7 +35,14 @@ PACKED_ROWS = 64  # groups x queries up to which queries are packed behind each 
 FP32_KEYS = 512  # below, one fp32 token is as fast in stock
 GAINS = {True: 5.0, False: 2.0}  # by whether the dtype is half precision: ours over stock, one thread ...
 NARROW_GAIN, NARROW_DIM = 1.1, 128  # ... and in fp32 for heads of fewer dims
+# Queries in one piece at the end of the keys that are worth the causal kernel, if they are this share of the keys. Of
+# 4,096 keys 98 % take 0.83 of the blocks' time with 9q/3kv/d64 on 2 threads and 0.94 on one, 0.90 and 0.88 with
+# 4q/1kv/d256, 0.89 and 0.92 with 32q/8kv/d128; 60 % take 0.97 to 1.19; of 1,024 keys 98 % take 1.01 to 1.22 (one-off
+# runs).
+CAUSAL_ROWS = 1536
+CAUSAL_SHARE = 0.8
 
+# by batch row the blocks of `visible_bounds`; none where its queries are the last positions, and each sees all before
 Bounds = list[list[tuple[int, int, int, int]]]
 
 
@@ -151,7 +159,8 @@ def scattered_attention(
     bounds: Bounds | None = None,
 ) -> torch.Tensor:
     """
-    Attention of many queries, by blocks of them, each to the keys between the first and the last that it sees.
+    Attention of many queries, by blocks of them, each to the keys between the first and the last that it sees. Where
+    the queries are most of a text and its end, by the causal kernel that runs a whole prefill.
 
     What a block sees is read off the mask, so padding, windows, chunked attention and rows in any places need nothing
     said about them. Query heads of a group share their keys through a stride of 0.
@@ -176,6 +185,8 @@ def scattered_attention(
         seen = key[row].unsqueeze(1).expand(kv_heads, groups, keys, dim)
         given = value[row].unsqueeze(1).expand(kv_heads, groups, keys, dim)
         place = row if mask.shape[0] > 1 else 0
+        if not bounds[place]:
+            output[row] = _last_positions(asked, seen, given, scaling).flatten(0, 1).transpose(0, 1)
         for start, stop, first, last in bounds[place]:
             part = scaled_dot_product_attention(
                 asked[:, :, start:stop],
@@ -188,6 +199,18 @@ def scattered_attention(
     return output
 
 
+def _last_positions(asked, seen, given, scaling: float | None) -> torch.Tensor:
+    """
+    Attention of the last positions, `[kv_heads, groups, queries, head_dim]`, to all keys. The kernel's own causal mask
+    begins at position 0, so queries of zeros stand for the positions before: it works on 4 to 8 times as many queries
+    at once as under a mask, and skips what they don't see.
+    """
+    queries, keys = asked.shape[2], seen.shape[2]
+    padded = torch.nn.functional.pad(asked, (0, 0, keys - queries, 0))
+    output = scaled_dot_product_attention(padded, seen, given, is_causal=True, scale=scaling)
+    return output[:, :, keys - queries :]
+
+
 def visible_bounds(mask: torch.Tensor, block_rows: int = BLOCK_ROWS) -> Bounds:
     """
     Blocks of queries, and what each sees at most.
@@ -198,10 +221,12 @@ def visible_bounds(mask: torch.Tensor, block_rows: int = BLOCK_ROWS) -> Bounds:
 
     Returns:
         For each batch row a list of `(start, stop, first, last)`: queries `[start, stop)` see nothing outside of keys
-        `[first, last)`. A block without any visible key (padding) gets all keys. A row without any that
-        shares its block with others may get fewer than in the model's own attention; nothing reads such rows.
+        `[first, last)`; an empty list where `_are_last` says so. A block without any visible key (padding) gets all
+        keys. A row without any that shares its block with others may get fewer than in the model's own attention;
+        nothing reads such rows.
     """
-    if mask.dtype != torch.bool:
+    plain = mask.dtype == torch.bool  # what is added may be more than a mask
+    if not plain:
         # half of the lowest value and below weighs nothing beside any other score; a bias on top of it stays below
         mask = mask > torch.finfo(mask.dtype).min / 2
     batch, _, queries, keys = mask.shape
@@ -212,9 +237,21 @@ def visible_bounds(mask: torch.Tensor, block_rows: int = BLOCK_ROWS) -> Bounds:
     bounds = []
     for row in range(batch):
         blocks = []
+        if plain and _are_last(flags[row]):
+            bounds.append(blocks)
+            continue
         for start, stop in zip(borders, borders[1:], strict=False):
             seen = flags[row, start:stop].max(axis=0)
             first, last = int(seen.argmax()), keys - int(seen[::-1].argmax())
             blocks.append((start, stop, first, last))  # nothing seen: argmax gives 0 twice, which means all keys
         bounds.append(blocks)
     return bounds
+
+
+def _are_last(flags: np.ndarray) -> bool:
+    """Whether queries, bool `[queries, keys]`, are the last positions, see all before them, and are many."""
+    queries, keys = flags.shape
+    before = keys - queries
+    if queries < max(CAUSAL_ROWS, CAUSAL_SHARE * keys) or not flags[:, : before + 1].all():
+        return False
+    return bool((flags[:, before:] == np.tri(queries, dtype=bool)).all())

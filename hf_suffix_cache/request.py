@@ -219,16 +219,16 @@ class Request:
         if self._heals and self.rows:
             self._heals = False
             self.healer, remark = make_healer(model, self.view, self.rows, self.capability, self.config, self.chunk)
-            self._remark(remark)
+            self.remark(remark)
         if self.healer is None:
             return kwargs
         if self.storable is not None:
             self.healer.stop()
         if kwargs["input_ids"].shape[1] > 1:
-            self._remark(f"{UNHEALED}: several drafts are checked at a time")
+            self.remark(f"{UNHEALED}: several drafts are checked at a time")
         return self.healer.prepare(model, kwargs, self._open)
 
-    def _remark(self, remark: str | None) -> None:
+    def remark(self, remark: str | None) -> None:
         """Add to the report's reason, once."""
         if remark is not None and remark not in (self.report.reason or ""):
             self.report.reason = f"{self.report.reason}; {remark}" if self.report.reason else remark
@@ -385,7 +385,7 @@ class Request:
         with view.store.lock:
             self._give_back()
             view.store.usage.measure(view.shelf.pool, self.report.timings["first_token"], self.report.computed_rows)
-            self._remark(view.store.shortage(view.shelf, view.extent))
+            self.remark(view.store.shortage(view.shelf, view.extent))
             try:
                 if self.config.store and self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
                     self.stored = store_rows(self, tokens, handed_out)

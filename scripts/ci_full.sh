@@ -9,7 +9,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p .cache
 log=.cache/ci_full.log
 : >"$log"
-export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # see test.sh
+parallel=(-n auto --maxprocesses 4 --dist loadfile)
 smoke=(
     tests/test_generate.py tests/test_exact.py tests/test_oracles.py tests/test_modes.py tests/test_devices.py
     tests/test_quantised.py tests/test_compile.py tests/test_capability.py tests/test_regimes.py
@@ -34,7 +35,7 @@ tests_with() { # tests_with FOLDER PIN TESTS...: in .venvs/FOLDER, made with $PY
     VENV="$venv" scripts/setup_env.sh --upgrade "$pin" || return 1
     "$venv/bin/python" -VV || return 1
     "$venv/bin/python" -c 'import transformers; print("transformers", transformers.__version__)' || return 1
-    "$venv/bin/python" -m pytest -m "not slow" "$@"
+    "$venv/bin/python" -m pytest "${parallel[@]}" -m "not slow" "$@"
 }
 
 python_of() { # python_of 3.12: a Python of that version that starts, from PATH or from pyenv where there is one
@@ -49,7 +50,7 @@ python_of() { # python_of 3.12: a Python of that version that starts, from PATH 
 }
 
 step "quick tier" scripts/test.sh
-step "slow tests" .venv/bin/python -m pytest -m slow
+step "slow tests" .venv/bin/python -m pytest "${parallel[@]}" -m slow
 step "oldest transformers" tests_with transformers-oldest "transformers==5.17.0" "${smoke[@]}"
 step "newest transformers" tests_with transformers-newest "transformers>=5.17,<6" "${smoke[@]}"
 for version in 5.20.0 5.23.0; do

@@ -128,6 +128,37 @@ def test_rows_of_one_piece_equal_the_oracle_whatever_the_block():
         assert same(scattered_attention(query, key, value, mask, None, bounds), want)
 
 
+@pytest.mark.parametrize("layout", HEADS, ids=str)
+@pytest.mark.parametrize("before", [0, 1, 9, 20])
+def test_the_end_of_a_text_by_the_causal_kernel_equals_the_oracle(before, layout, monkeypatch):
+    monkeypatch.setattr(grouped, "CAUSAL_ROWS", 64)
+    query, key, value = tensors(layout, 100 - before, 100, 2)
+    mask = causal_by_position(torch.arange(before, 100), torch.arange(100))
+    bounds = visible_bounds(mask)
+    assert bounds == [[]]
+    for scaling in (None, 0.3):
+        got = scattered_attention(query, key, value, mask, scaling, bounds)
+        assert same(got, oracle(query, key, value, mask, scaling))
+    padded = torch.cat([mask, mask & (torch.arange(100) >= 5)])  # only rows without padding are plain
+    assert [not part for part in visible_bounds(padded)] == [True, False]
+    want = oracle(query, key, value, padded)
+    assert same(scattered_attention(query, key, value, padded, None), want)
+
+
+def test_only_the_end_of_a_text_is_taken_for_it(monkeypatch):
+    """Each of these differs from a plain causal mask in one cell, its rows in number, or its type."""
+    monkeypatch.setattr(grouped, "CAUSAL_ROWS", 64)
+    mask = causal_by_position(torch.arange(10, 100), torch.arange(100))
+    assert visible_bounds(mask) == [[]]
+    for row, column in ((0, 0), (0, 10), (0, 11), (89, 99), (89, 0), (40, 30), (40, 51)):
+        other = mask.clone()
+        other[0, 0, row, column] ^= True
+        assert visible_bounds(other) != [[]], (row, column)
+    assert visible_bounds(mask[:, :, :63]) != [[]]
+    assert visible_bounds(causal_by_position(torch.arange(30, 100), torch.arange(100))) != [[]]
+    assert visible_bounds(to_additive(mask, torch.float32)) != [[]]
+
+
 def test_queries_that_see_nothing_are_those_of_stock():
     query, key, value = tensors((4, 2, 16), 40, 40, 2)
     mask = causal_by_position(

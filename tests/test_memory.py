@@ -382,3 +382,34 @@ def test_rows_beyond_half_precision_stay_as_they_are():
     assert answer.report.shifted_tokens > 20 and torch.isfinite(answer.first).all()
     assert ask(model, old_text(50, 1) + new_text(3, 1), cache).report.exact_tokens >= 50  # exact, as nothing was lost
     check_pool(cache)
+
+
+def test_a_call_that_finds_no_room_for_copies_says_so_and_gives_nothing_up():
+    model, cache = make_model("llama"), SuffixCache(max_bytes=480 * ROW, keep_conversations=0)
+    ask(model, old_text(60, 1), cache, steps=1)
+    for number in range(3):  # its view fits beside what is stored; a copy of its rows never does
+        got = ask(model, old_text(200, 2 + number), cache, steps=60, return_dict_in_generate=True)
+        assert "was not stored" in got.report.reason
+        del got
+        assert ask(model, old_text(60, 1) + old_text(4, 9), cache, steps=1).report.exact_tokens >= 60
+    check_pool(cache)
+
+
+def test_a_call_whose_store_was_cleared_meanwhile_does_not_speak_of_room():
+    class Clear:
+        def __call__(self, input_ids, scores):
+            cache.clear()
+            return scores
+
+    model, cache = make_model("llama"), SuffixCache()
+    got = ask(model, old_text(60, 1), cache, steps=2, processors=[Clear()], return_dict_in_generate=True)
+    assert got.report.reason is None and cache.stats.segments == 0
+
+
+def test_rows_are_kept_small_also_where_views_go_to_the_caller():
+    model, cache = make_model("llama"), SuffixCache(store_dtype="int8", keep_conversations=1)
+    for number in range(6):
+        ask(model, old_text(200, number), cache, steps=2, return_dict_in_generate=True)  # and is dropped
+    kinds = cache.stats.bytes_by_kind()
+    assert kinds["derived"] > kinds["exact"]
+    check_pool(cache)

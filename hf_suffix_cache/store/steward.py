@@ -83,7 +83,12 @@ class Steward:
         return pool.allocate_private(rows, batch)
 
     def have_rows(self, pool: BlockPool, rows: int) -> bool:
-        """Have room for so many packed rows, for which sequences are given up; False if that was not enough."""
+        """
+        Have room for so many packed rows, for which sequences are given up; False if that was not enough. Nothing is
+        given up where all of it would not be enough.
+        """
+        if pool.round_up(rows) * pool.row_bytes > self.budget.max_bytes - self._bytes_in_use():
+            return False
         with self._contest():
             while True:
                 try:
@@ -101,11 +106,14 @@ class Steward:
         if extent is None or extent.pooled or extent.slab in self._strangers:
             return None
         needed = extent.batch * extent.rows * shelf.pool.row_bytes
-        limit = "the device" if self.budget.refused else f"`max_bytes` ({self.budget.max_bytes:,})"
         return (
-            f"the call needed {needed:,} bytes, and {limit} had no room for them: it ran in memory of its "
+            f"the call needed {needed:,} bytes, and {self.limit()} had no room for them: it ran in memory of its "
             "own, and nothing of it was stored"
         )
+
+    def limit(self) -> str:
+        """What keeps the pools from growing, in words."""
+        return "the device" if self.budget.refused else f"`max_bytes` ({self.budget.max_bytes:,})"
 
     def step(self, wanting: BlockPool, rows: int, evict: bool = True) -> bool:
         """

@@ -135,6 +135,17 @@ class Store:
         """What to say of a call whose extent the pool had no room for; None where it had."""
         return self.steward.shortage(shelf, extent)
 
+    def no_copies(self, shelf: Shelf) -> str | None:
+        """
+        What to say of a call whose view goes to the caller, and of which nothing was stored: there was no room for
+        copies of its rows; None if its shelf was cleared meanwhile.
+        """
+        if shelf not in self.shelves.values():
+            return None
+        return (
+            f"the caller holds the call's cache, and {self.steward.limit()} had no room for a copy: it was not stored"
+        )
+
     def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
         """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
         with self.lock:
@@ -330,9 +341,13 @@ class Store:
         self.dormant.drop_damaged(self)
 
     def _release_orphans(self) -> None:
+        freed = set()
         while self._orphans:
             pool, extent = self._orphans.popleft()
             pool.release(extent)
+            freed.add(pool)
+        for pool in freed:
+            self._tidy(pool)
 
     def _on(self, pool: BlockPool) -> list[Shelf]:
         """The shelves on a pool."""
