@@ -1,5 +1,6 @@
 """SuffixCache: the long-lived object that a user holds and passes to `generate`; owns the store."""
 
+import functools
 import threading
 import time
 import weakref
@@ -13,7 +14,6 @@ from . import generation, hints
 from .admission import Admission, admit, make_search
 from .auditing import audit_answer
 from .bound import Auditor, Calibration
-from .bound.rule import Rule
 from .building import build_in_background
 from .calibrating import calibrate, fingerprint
 from .capability import Capability
@@ -24,7 +24,7 @@ from .explaining import Explanation, explain, plain_call, read_prompt, refused
 from .identity import Identity
 from .inputs import Refused
 from .opening import open_request
-from .owned import Owned
+from .owned import Owned, revival
 from .private import PrivateView
 from .registration import Pins, check_registrable, register
 from .report import CacheStats, ReuseReport
@@ -146,9 +146,14 @@ class SuffixCache(PrivateView):
         self._store.open_session(scope, ttl)
         return self._handle({"ttl": ttl}, scope)
 
+    @classmethod
+    def _again(cls, owned: Owned, config: SuffixCacheConfig, scope: Scope) -> "SuffixCache":
+        handle = object.__new__(cls)
+        handle._start(owned, config, scope)
+        return handle
+
     def _handle(self, changes: dict, scope: Scope | None = None) -> "SuffixCache":
-        handle = object.__new__(type(self))
-        handle._start(self._owned, self.config.replace(**changes), scope or self._scope)
+        handle = self._again(self._owned, self.config.replace(**changes), scope or self._scope)
         handle._calls = self._calls  # a store that served its handles was not dropped unused
         return handle
 
@@ -200,22 +205,8 @@ class SuffixCache(PrivateView):
                 self._owned.events.audited(record, self._scope)
         if self.config.settle:
             background = self.config.settle == "background"
-            settle_answer(model, request, self._owned.settler, background, self._revival())
-
-    def _revival(self) -> Callable[[], "SuffixCache | None"]:
-        """What makes a handle like this one again, without keeping the store alive until then."""
-        kind, owned, scope = type(self), weakref.ref(self._owned), self._scope
-        config = self.config.replace(repair=None)
-
-        def revive():
-            alive = owned()
-            if alive is None:
-                return None
-            handle = object.__new__(kind)
-            handle._start(alive, config, scope)
-            return handle
-
-        return revive
+            revive = revival(self._owned, self._again, self.config.replace(repair=None), self._scope)
+            settle_answer(model, request, self._owned.settler, background, revive)
 
     # -- what generation asks for -------------------------------------------------------------------------------
 
@@ -243,28 +234,17 @@ class SuffixCache(PrivateView):
         }
         if self._scope.kind == "session":
             self._store.open_session(self._scope, self.config.ttl)
-        return open_request(
-            self._store, self._scope, self.config, model, admitted, self._identity, self._rule, options
-        )
-
-    def _rule(self, admitted: Admission) -> Rule:
-        """What predicts the KL of a call, and holds `max_kl`."""
-        foreign = self.calibration.is_foreign(fingerprint(self.config, admitted.capability, admitted.identity.digest))
-        extra = self._owned.auditor.extra_margin
-        return Rule(self.calibration, self.config.max_kl, self.config.workload, extra, foreign)
+        rule = functools.partial(self._owned.rule, self.config)
+        return open_request(self._store, self._scope, self.config, model, admitted, self._identity, rule, options)
 
     def _search(self, model: PreTrainedModel, admitted: Admission) -> Search:
         """What finds out why prompts of this scope are not served."""
         first = self._scope.kind == "session" and not self.stats.requests
         return make_search(admitted, self.config, self._owned.events.has_changed(model, admitted.identity), first)
 
-    def _identity(self, model: PreTrainedModel, tokens: int) -> Identity:
-        """The model's identity now; rows of identities that can never return are forgotten."""
-        identity, gone = self._owned.identities.get(model, tokens)
-        for old in gone:
-            self._store.forget(old)
-        self._store.forget_lost(self._owned.identities.lost)
-        return identity
+    @property
+    def _identity(self) -> Callable[[PreTrainedModel, int], Identity]:
+        return self._owned.identity
 
     # -- serving ------------------------------------------------------------------------------------------------
 

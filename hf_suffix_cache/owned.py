@@ -1,14 +1,18 @@
 """What all handles on one store share."""
 
 import threading
+import weakref
 from collections.abc import Callable
 
+from .admission import Admission
 from .attention import own_implementation
 from .bound import Auditor, builtin
+from .bound.rule import Rule
+from .calibrating import fingerprint
 from .capabilities import CapabilityTable
 from .config import SuffixCacheConfig
 from .events import Events
-from .identity import IdentityTable
+from .identity import Identity, IdentityTable
 from .report import CacheStats
 from .settling import Settler
 from .store.scopes import Scope
@@ -40,6 +44,20 @@ class Owned:
         self._session_stats: dict[Scope, CacheStats] = {}
         self._lock = threading.Lock()
 
+    def identity(self, model, tokens: int) -> Identity:
+        """The model's identity now; rows of identities that can never return are forgotten."""
+        identity, gone = self.identities.get(model, tokens)
+        for old in gone:
+            self.store.forget(old)
+        self.store.forget_lost(self.identities.lost)
+        return identity
+
+    def rule(self, config: SuffixCacheConfig, admitted: Admission) -> Rule:
+        """What predicts the KL of a call, and holds `max_kl`."""
+        known = self.calibration
+        foreign = known.is_foreign(fingerprint(config, admitted.capability, admitted.identity.digest))
+        return Rule(known, config.max_kl, config.workload, self.auditor.extra_margin, foreign)
+
     def stats_of(self, scope: Scope) -> CacheStats:
         """The totals of one session. Those that the store has forgotten begin anew."""
         store = self.store
@@ -56,3 +74,14 @@ class Owned:
                     expirations=lambda: store.expired_of(scope),
                 )
             return self._session_stats[scope]
+
+
+def revival(owned: Owned, make: Callable, config: SuffixCacheConfig, scope: Scope) -> Callable:
+    """What makes a handle on the same store again, None once that is gone, and does not keep it alive until then."""
+    held = weakref.ref(owned)
+
+    def revive():
+        alive = held()
+        return None if alive is None else make(alive, config, scope)
+
+    return revive

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 
 from ..config import PoolExhausted
 from .accounting import Survey
-from .compaction import empty_slabs, make_range
+from .compaction import compact_pool, empty_slabs, make_range
 from .cooling import cold_dtype, cool, ready
 from .eviction import VIEW_SHARE, EvictionPolicy, admits, describe, evictable, freed, order_of
 from .pins import pinned_segments
 from .pool import BlockPool, Extent, Slab
-from .room import demote, growth_room
+from .room import demote, growth_room, moved_rows
 from .shelf import Sequence, Shelf
 from .usage import Usage
 
+COMPACT_ROWS = 512  # most rows that are moved together after one call: 24 MB of SmolLM2-135M in fp32
 RANKED = 8  # sequences that go one after the other before all are looked at anew
 
 
@@ -35,6 +36,7 @@ class Steward:
 
     Attributes:
         evictions (`int`): Sequences and means that were given up.
+        unpackable (`dict`): Of each pool, rows of waste that the last compaction could do nothing about.
         turned_away (`int`): Calls whose rows were not kept because what was there is worth more: their rows found no
             room in the pool for that reason, or went unused at the first contest.
     """
@@ -53,6 +55,7 @@ class Steward:
         self.policy = policy
         self.evictions = 0
         self.turned_away = 0
+        self.unpackable: dict[BlockPool, int] = {}
         self._shelves = shelves
         self._clock = clock
         self._store_dtype = store_dtype
@@ -129,6 +132,29 @@ class Steward:
         if _might_fit(wanting, on_pool, rows) and make_range(wanting, on_pool, rows):
             return True
         return _demote_oldest(shelves) or self._forget_mean(shelves) or (evict and self._give_up(shelves))
+
+    def tidy(self, pool: BlockPool, compact_waste: float | None) -> None:
+        """
+        Convert old rows, give empty slabs back, and pack a few rows where more than a share `compact_waste` of what is
+        used is waste.
+        """
+        self.cool()
+        pool.trim(keep_largest=True)
+        if compact_waste is None:
+            return
+        waste, used = self._waste(pool)
+        if waste <= compact_waste * used or waste <= self.unpackable.get(pool, 0):
+            return
+        compact_pool(pool, self._on(pool), COMPACT_ROWS)
+        left = self._waste(pool)[0]
+        # what running calls hold looks like waste from here
+        self.unpackable[pool] = left if left > waste - pool.block_size else 0
+
+    def _waste(self, pool: BlockPool) -> tuple[int, int]:
+        """Rows of used blocks that neither a segment nor a kept extent explains, and all rows of used blocks."""
+        used = pool.blocks_used * pool.block_size
+        kept = sum(moved_rows(sequence) for shelf in self._on(pool) for sequence in shelf.kept)
+        return used - kept - sum(shelf.rows for shelf in self._on(pool)), used
 
     def cool(self) -> int:
         """Convert rows to `store_dtype`, for which warm slabs are emptied; returns the number of segments."""

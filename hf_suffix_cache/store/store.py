@@ -20,7 +20,7 @@ from .drafts import Draft
 from .eviction import freed, policy_of
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .reading import Reading
-from .room import PATIENCE, demote_old, give_growth_room, moved_rows, pack
+from .room import PATIENCE, demote_old, give_growth_room, pack
 from .scopes import Place, Scope
 from .segments import DERIVED, EXACT, Segment
 from .sessions import Sessions
@@ -30,7 +30,6 @@ from .topic import Topic
 from .usage import Usage
 
 MAX_HAPPENED = 1024  # evictions and expiries that wait to be told
-COMPACT_ROWS = 512  # most rows that are moved together after one call: 24 MB of SmolLM2-135M in fp32
 
 
 class Store:
@@ -65,7 +64,6 @@ class Store:
         self.happened: deque[tuple[str, Scope, int]] = deque(maxlen=MAX_HAPPENED)  # to be told, see `Events`
         self._orphans: deque[tuple[BlockPool, Extent]] = deque()
         self._uncontinued = 0  # calls in a row that continued no stored conversation
-        self._unpackable: dict[BlockPool, int] = {}  # rows of waste that the last compaction could do nothing about
 
     # -- what views ask for -------------------------------------------------------------------------------------
 
@@ -261,7 +259,7 @@ class Store:
             for pool in self.pools.values():
                 total += compact_pool(pool, self._on(pool))
                 pool.trim()
-            self._unpackable.clear()
+            self.steward.unpackable.clear()
             return total
 
     @property
@@ -358,25 +356,9 @@ class Store:
         return self.steward.step(wanting, rows, evict)
 
     def _tidy(self, pool: BlockPool) -> None:
-        """Convert old rows, give empty slabs back, and pack a few rows where much of what is used is waste."""
+        """What a call has left is tidied up, and what lies in files and is used again comes into memory."""
         self.dormant.promote(pool)
-        self.steward.cool()
-        pool.trim(keep_largest=True)
-        if self.config.compact_waste is None:
-            return
-        waste, used = self._waste(pool)
-        if waste <= self.config.compact_waste * used or waste <= self._unpackable.get(pool, 0):
-            return
-        compact_pool(pool, self._on(pool), COMPACT_ROWS)
-        left = self._waste(pool)[0]
-        # what running calls hold looks like waste from here
-        self._unpackable[pool] = left if left > waste - pool.block_size else 0
-
-    def _waste(self, pool: BlockPool) -> tuple[int, int]:
-        """Rows of used blocks that neither a segment nor a kept extent explains, and all rows of used blocks."""
-        used = pool.blocks_used * pool.block_size
-        kept = sum(moved_rows(sequence) for shelf in self._on(pool) for sequence in shelf.kept)
-        return used - kept - sum(shelf.rows for shelf in self._on(pool)), used
+        self.steward.tidy(pool, self.config.compact_waste)
 
     def _touch(self, sequence: Sequence) -> None:
         sequence.last_used = self.clock()
