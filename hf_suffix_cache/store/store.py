@@ -110,6 +110,7 @@ class Store:
     def open_session(self, scope: Scope, ttl: float | None) -> None:
         """A call of a session begins, whose rows live for `ttl` seconds unused from now on."""
         with self.lock:
+            self.expire()  # by the time to live that held until now
             known, now = self.sessions.get(scope), self.clock()
             if known is not None and known.ttl != ttl:
                 for key in [key for key in self.shelves if key[1].scope == scope]:
@@ -180,9 +181,9 @@ class Store:
         copies, never memory that he may write to. Storing what a caller asked to be stored (`wanted`) counts as a use.
         """
         with self.lock:
+            self._catch_up()  # first: it may drop the shelf
             if shelf not in self.shelves.values() or not draft.extent.pooled or len(draft.ids) == 0:
                 return None
-            self._catch_up()
             copied = handed_out or draft.pad or not keep_extent
             keep = None if copied else draft.extent.part(draft.row, len(draft.ids))
             known = self._contained(shelf, draft)
