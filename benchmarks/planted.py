@@ -87,11 +87,15 @@ def _documents(articles: dict, half: int, rng: random.Random) -> Iterator[list[t
 
 
 def _small_talk(talks: list, half: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
-    """Stretches of one dialogue each, from anywhere in it."""
+    """Stretches of one dialogue each, from anywhere in it, no two in a row of the same."""
     least, most = STRETCH["small talk"]
     kept = [turns for turns in talks[half::2] if len(turns) >= 2 * most]
+    last = None
     while True:
         for turns in rng.sample(kept, len(kept)):
+            if turns is last:  # the last one of a round and the first of the next
+                continue
+            last = turns
             pairs = list(zip(turns[::2], turns[1::2], strict=False))
             size = rng.randint(least, most)
             start = rng.randrange(0, len(pairs) - size + 1)

@@ -92,6 +92,8 @@ def test_explain_says_what_the_next_call_does(kind, options, session):
         seen |= {kind for kind, _, _ in planned(explanation.spans)}
         before = [*before[-5:], answer.tokens()[:150]]
     wanted = {"exact", "new"} | (set() if cache.config.fidelity == "exact" or kind == "gpt2" else {"shifted"})
+    if cache.config.store_dtype is not None:  # rows in a smaller dtype are no exact ones
+        wanted = wanted - {"exact"} | {"carried"}
     assert wanted <= seen
     check_pool(cache)
 

@@ -28,7 +28,7 @@ def articles() -> dict:
     """Ten articles in words of their own."""
 
     def paragraph(title: str, number: int) -> tuple:
-        words = [f"{title}{(7 * number + step) % 23}" for step in range(45)]
+        words = [f"{title}{(7 * number + step) % 23}" for step in range(75)]
         questions = tuple(Question(f"What of {word}?", (word,)) for word in words[:4])
         return " ".join(words) + ".", questions
 
