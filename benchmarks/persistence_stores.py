@@ -9,7 +9,7 @@ from hf_suffix_cache import SuffixCacheConfig
 from hf_suffix_cache.rope import RotarySpec
 from hf_suffix_cache.store import persistence
 from hf_suffix_cache.store.files import checksum
-from hf_suffix_cache.store.pool import LayerShape
+from hf_suffix_cache.store.pool import BlockPool, LayerShape
 from hf_suffix_cache.store.scopes import Place
 from hf_suffix_cache.store.segments import Segment
 from hf_suffix_cache.store.shelf import Recipe, Sequence, Shelf
@@ -66,11 +66,20 @@ class Opened:
         shelf, parts = self.wake(shapes), []
         for sequence in shelf.sequences:
             parts.append(sequence.ids.tobytes())
-            for slab, rows, _ in shelf.pool.by_slab(sequence.recipe.addresses_of(np.arange(len(sequence.ids)))):
-                parts += [
-                    tensor.index_select(2, torch.from_numpy(rows)).numpy().tobytes() for tensor in slab.tensors()
-                ]
+            addresses = sequence.recipe.addresses_of(np.arange(len(sequence.ids)))
+            for name in ("keys", "values"):
+                for shape in shelf.pool.groups:
+                    parts.append(_rows(shelf.pool, addresses, name, shape).numpy().tobytes())
         return checksum(parts)
+
+
+def _rows(pool: BlockPool, addresses: np.ndarray, name: str, shape: LayerShape) -> torch.Tensor:
+    """Rows of the layers of one shape in their order, wherever they lie: `[layers, kv_heads, rows, head_dim]`."""
+    taken, places = [], []
+    for slab, rows, index in pool.by_slab(addresses):
+        taken.append(getattr(slab, name)[shape].index_select(2, torch.from_numpy(rows)))
+        places.append(index)
+    return torch.cat(taken, dim=2)[:, :, np.argsort(np.concatenate(places))]
 
 
 def opened(folder) -> Opened:
