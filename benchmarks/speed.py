@@ -13,6 +13,7 @@ under the Gemma Terms of Use: scripts/gemma.py). Run it alone on the machine.
 | `own` | the package's own time where there is nothing to reuse |
 | `bytes`, `ten`, `peak` | stored bytes, ten conversations in the bytes of five, memory of a hit |
 | `interleaved`, `batch` | ten conversations in turn; batches of 1, 2, 4, 8 |
+| `threads` | lookups and plans of 1, 2 and 8 threads on one store; whole calls |
 | `micro`, `blocks` | without a model: lookup, plan, materialise, commit by size; block sizes |
 
     python -m benchmarks.speed --part limit
@@ -27,7 +28,7 @@ from benchmarks.common import parse
 from benchmarks.speed_runs import SpeedOptions, setting
 from hf_suffix_cache import building
 
-PARTS = {  # part: module of this package and function in it; those of the last two need no model
+PARTS = {  # part: module of this package and function in it; those of the last three bring their own model or none
     "limit": ("speed_limit", "measure"),
     "rag": ("speed_reuse", "rag"),
     "rag-small": ("speed_reuse", "rag_small"),
@@ -45,10 +46,11 @@ PARTS = {  # part: module of this package and function in it; those of the last 
     "peak": ("speed_memory", "peaks"),
     "interleaved": ("speed_together", "interleaved"),
     "batch": ("speed_together", "batches"),
+    "threads": ("speed_threads", "measure"),
     "micro": ("speed_micro", "measure"),
     "blocks": ("speed_micro", "block_sizes"),
 }
-WITHOUT_MODEL = ("micro", "blocks")
+WITHOUT_MODEL = ("threads", "micro", "blocks")
 
 
 def main() -> None:
