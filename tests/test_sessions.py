@@ -378,6 +378,26 @@ def test_expiry_in_the_middle_of_a_call(clock):
     check_pool(cache)
 
 
+@pytest.mark.parametrize("keep", [0, 4])
+def test_a_call_that_outlives_its_session(clock, keep):
+    """Its session's shelf goes when the call is about to be stored: nothing is stored there, and no block is lost."""
+
+    class Wait:
+        def __call__(self, input_ids, scores):
+            clock.now += 1000
+            return scores
+
+    model = make_model("llama")
+    cache = SuffixCache(fidelity="exact", clock=clock, keep_conversations=keep)
+    alice = cache.session("alice", ttl=60)
+    same_as_vanilla(model, A + B + question(2), alice, processors=[Wait()], steps=4)
+    check_pool(cache)
+    assert cache.stats.segments == 0 and cache.stats.bytes_used == 0
+    assert ask(model, A + B + question(3), alice).report.exact_tokens == 0
+    assert ask(model, A + B + question(4), alice).report.exact_tokens >= len(A + B)
+    check_pool(cache)
+
+
 def test_sessions_in_threads(clock):
     """Each thread its own session, one text in all of them: nobody is served another's rows, and all are right."""
     model, cache = make_model("llama"), SuffixCache(fidelity="exact", max_bytes=4 << 20)
