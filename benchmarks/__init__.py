@@ -15,5 +15,6 @@ first, shows progress, and puts its rows into `benchmarks/results/<benchmark>.cs
 | `identity` | what does a look at the model's identity cost a call |
 | `first_use` | what does measuring a model cost at its first use |
 | `gpu_check` | does all that is made for GPUs give the right answers on one, how fast (`scripts/gpu_check.sh`) |
+| `soak` | does a store stay right, small and fast under hours of mixed work (`python -m scripts.soak`) |
 | `oracles` | the figures of the oracles O1 to O7 and O9 (DESIGN.md, section 4) |
 """

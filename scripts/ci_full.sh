@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that is too slow for .ci/run: the quick tier, the tests marked slow, a smoke subset under the oldest and
-# the newest transformers that setup.py allows and under newer Pythons, the cache's interface under versions between.
+# Everything that is too slow for .ci/run: the quick tier, the tests marked slow, a soak, a smoke subset under the oldest
+# and the newest transformers that setup.py allows and under newer Pythons, the cache's interface under versions between.
 # Each has a virtual environment of its own under .venvs/. A Python that is not at hand is named and left out.
 # Exits non-zero if any step failed; the log of the whole run is .cache/ci_full.log.
 set -euo pipefail
@@ -51,6 +51,7 @@ python_of() { # python_of 3.12: a Python of that version that starts, from PATH 
 
 step "quick tier" scripts/test.sh
 step "slow tests" .venv/bin/python -m pytest "${parallel[@]}" -m slow
+step "soak, two minutes" .venv/bin/python -m scripts.soak --hours 0.033
 step "oldest transformers" tests_with transformers-oldest "transformers==5.17.0" "${smoke[@]}"
 step "newest transformers" tests_with transformers-newest "transformers>=5.17,<6" "${smoke[@]}"
 for version in 5.20.0 5.23.0; do
