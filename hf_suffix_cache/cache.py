@@ -26,7 +26,7 @@ from .inputs import Refused
 from .opening import open_request
 from .owned import Owned, revival
 from .private import PrivateView
-from .registration import Pins, check_registrable, register
+from .registration import check_registrable, into, register
 from .report import CacheStats, ReuseReport
 from .request import Request
 from .settling import Settlement, approximate_conversations, settle, settle_answer
@@ -301,7 +301,7 @@ class SuffixCache(PrivateView):
         return self.calibration
 
     def register(
-        self, model: PreTrainedModel, texts_or_ids, tokenizer=None, at: str = "anywhere", pin: bool = False
+        self, model: PreTrainedModel, texts_or_ids, tokenizer=None, at="anywhere", pin: bool = False, folder=None
     ) -> int:
         """
         Precompute texts, one or many, with progress. They are shared: every session is served them.
@@ -313,18 +313,21 @@ class SuffixCache(PrivateView):
             at (`str`): `"anywhere"`: behind the sink prefix, to be moved; `"front"`: at position 0, exact for prompts
                 that start so.
             pin (`bool`, *optional*, defaults to `False`): Never give them up for room, until `unpin` or `clear`.
+            folder (`str` or path, *optional*): Have them on disk, as many as there is room, and serve them from there.
+                They run in batches; what an interrupted run has left in the folder is not run again.
 
         Returns:
             `int`: Tokens stored. Raises `UnsupportedModelError` for a model whose rows can't be stored, and
-            `ValueError`, before anything runs, if more would be pinned than `pin_share` allows.
+            `ValueError`, before anything runs, if more would be pinned than `pin_share` allows, or for a folder with
+            another store in it.
         """
         _check_model(model)
         capability = self.capability(model)
         check_registrable(model, capability, at)
         handle = self._handle({"fidelity": "exact"}, self._scope.beside)
         handle._wanted = True
-        pinning = Pins(self._store, self._identity(model, 0), handle._scope, capability.shapes) if pin else None
-        return register(handle, model, texts_or_ids, tokenizer, at, pinning)
+        where = self._store, self._identity(model, 0), handle._scope, capability.shapes
+        return register(handle, model, texts_or_ids, tokenizer, at, *into(where, pin, folder))
 
     def unpin(self) -> int:
         """Take off all pins (see `register`): what was pinned stays as long as it is worth it. Returns how many."""

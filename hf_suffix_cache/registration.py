@@ -1,5 +1,7 @@
 """Precomputing texts before anybody asks for them."""
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +12,14 @@ from transformers import PreTrainedModel
 from .capability import Capability, input_device
 from .config import PoolExhausted, UnsupportedModelError
 from .store import pins
+from .store.filing import Filing
 from .store.index import common_prefix
 from .store.pool import LayerShape
 from .store.scopes import Scope
 from .store.store import Store
 
 SINK_TOKENS = 16
+BATCH_ROWS, BATCH_TEXTS = 2048, 32  # of one forward
 PLACES = ("anywhere", "front")
 
 
@@ -48,27 +52,86 @@ class Pins:
             )
 
 
-def register(handle, model: PreTrainedModel, texts_or_ids, tokenizer, at: str, pinning: Pins | None = None) -> int:
-    """See `SuffixCache.register`."""
-    if at not in PLACES:
-        raise ValueError(f"`at` must be one of {PLACES}, got {at!r}.")
+def into(where: tuple, pin: bool, folder) -> tuple[Pins | None, Callable[[], Filing] | None]:
+    """What pins texts, or writes them to a folder; `where` are the arguments of `Pins`."""
+    if pin and folder is not None:
+        raise ValueError("texts in a folder need no pin: they are not given up for room.")
+    return Pins(*where) if pin else None, None if folder is None else functools.partial(Filing, *where, folder)
+
+
+def register(
+    handle,
+    model: PreTrainedModel,
+    texts_or_ids,
+    tokenizer,
+    at: str,
+    pinning: Pins | None = None,
+    filing: Callable[[], Filing] | None = None,
+) -> int:
+    """
+    See `SuffixCache.register`.
+
+    Args:
+        handle (`SuffixCache`): What the texts run through.
+        pinning (`Pins`, *optional*), filing (callable, *optional*): Given if they are to be pinned, or to go to a
+            folder.
+    """
     texts = [encode(text, tokenizer, special_tokens=at == "front") for text in _as_list(texts_or_ids)]
     vocabulary = model.get_input_embeddings().num_embeddings
     for ids in texts:
         check_ids(model, ids)
     sink = _sink_prefix(tokenizer, vocabulary) if at == "anywhere" else []
-    device = input_device(model)
     prompts = [sink + ids for ids in texts]
+    if filing is not None:
+        _register_to_folder(handle, model, prompts, filing())
+        return sum(len(ids) for ids in texts)
     if pinning is not None:
         pinning.check(prompts)
     for ids in tqdm(prompts, desc="registering", disable=len(texts) < 2):
-        # one token is generated and dropped: prefill is all that is wanted, and it is an ordinary exact call
-        inputs = torch.tensor([ids], device=device)
-        mask = torch.ones_like(inputs)
-        model.generate(inputs, attention_mask=mask, cache=handle, max_new_tokens=1, do_sample=False, num_beams=1)
+        _run(handle, model, [ids])
         if pinning is not None:
             pinning.add(ids)
     return sum(len(ids) for ids in texts)
+
+
+def _run(handle, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    """Have prompts stored, which are padded on the left where their lengths differ."""
+    device, columns = input_device(model), max(map(len, prompts))
+    inputs = torch.tensor([[0] * (columns - len(ids)) + ids for ids in prompts], device=device)
+    mask = torch.tensor([[0] * (columns - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+    # one token is generated and dropped: prefill is all that is wanted, and it is an ordinary exact call
+    model.generate(inputs, attention_mask=mask, cache=handle, max_new_tokens=1, do_sample=False, num_beams=1)
+
+
+def _register_to_folder(handle, model: PreTrainedModel, prompts: list[list[int]], filing: Filing) -> None:
+    """What is there already, of an earlier run, is left as it is. Whatever ends this, what was done is written."""
+    missing = filing.missing(prompts)
+    different = len(set(map(tuple, prompts)))
+    pads = handle.capability(model).takes_positions
+    with tqdm(total=different, initial=different - len(missing), desc="registering", disable=different < 2) as shown:
+        try:
+            for batch in _batches(missing, min(BATCH_ROWS, filing.max_rows), pads):
+                _run(handle, model, batch)
+                filing.done(batch)
+                shown.update(len(batch))
+        finally:
+            filing.close()
+
+
+def _batches(prompts: list[list[int]], rows: int, pads: bool) -> Iterator[list[list[int]]]:
+    """
+    Prompts of about equal lengths together: with their padding, not more than so many rows, or a single one. Without
+    `pads` they are equally long.
+    """
+    batch: list[list[int]] = []
+    for ids in sorted(prompts, key=len):
+        full = (len(batch) + 1) * len(ids) > rows or len(batch) == BATCH_TEXTS
+        if batch and (full or (not pads and len(ids) > len(batch[0]))):
+            yield batch
+            batch = []
+        batch.append(ids)
+    if batch:
+        yield batch
 
 
 def system_turn(tokenizer, content: str) -> tuple[int, ...]:
@@ -114,7 +177,12 @@ def _as_list(texts_or_ids) -> list:
 
 
 def check_registrable(model: PreTrainedModel, capability: Capability, at: str) -> None:
-    """Raise `UnsupportedModelError` for a model whose rows can't be stored to be served like this."""
+    """
+    Raise `ValueError` for a place that there is not, and `UnsupportedModelError` for a model whose rows can't be
+    stored to be served from there.
+    """
+    if at not in PLACES:
+        raise ValueError(f"`at` must be one of {PLACES}, got {at!r}.")
     if capability.kind == "none" or (capability.kind == "prefix" and at != "front"):
         remedy = ' Only at="front" can be registered.' if capability.kind == "prefix" else ""
         raise UnsupportedModelError(

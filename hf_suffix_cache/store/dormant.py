@@ -32,10 +32,13 @@ class Dormant:
 
     Attributes:
         stored (weak dict): Where the rows of a segment lie in a file, of those that were loaded or saved.
+        folders (`dict`): Checksum of the index of each folder (by its `key`) that was loaded from or saved to, as it
+            was then.
     """
 
     def __init__(self):
         self.stored: weakref.WeakKeyDictionary[Segment, StoredRows] = weakref.WeakKeyDictionary()
+        self.folders: dict[str, str] = {}
         self._contents: Contents | None = None
         self._waiting: dict[tuple[str, str, Place], list[int]] = {}  # which shelves of the contents
         self._digests: set[str] = set()
@@ -74,6 +77,12 @@ class Dormant:
                     store.forget(identity)
         if not self._waiting:
             self._contents = None
+
+    def wake_scope(self, store, identity, scope: Scope, shapes) -> None:
+        """Wake all that waits for an identity in a scope, whatever conditions its rows were computed under."""
+        for digest, settings, place in list(self._waiting):
+            if (digest, settings, place.scope) == (identity.digest, identity.portable, scope):
+                self.wake(store, identity, place, shapes)
 
     def clear(self, scope: Scope | None = None) -> None:
         """Forget what waits, of one scope or all. The files stay until the next `save` to their folder."""

@@ -46,9 +46,18 @@ class Folder:
         self.path = Path(path)
 
     def __eq__(self, other) -> bool:
-        return isinstance(other, Folder) and os.path.realpath(self.path) == os.path.realpath(other.path)
+        return isinstance(other, Folder) and self.key == other.key
 
     __hash__ = None
+
+    @property
+    def key(self) -> str:
+        """Tells it from other folders."""
+        return os.path.realpath(self.path)
+
+    def index_checksum(self) -> str | None:
+        """Checksum of the index as it is now; None where there is none."""
+        return checksum([self.read(INDEX, MAX_INDEX_BYTES)]) if self.size(INDEX) is not None else None
 
     @contextmanager
     def locked(self, name: str, writing: bool):

@@ -58,7 +58,7 @@ class Saved(NamedTuple):
     bytes_kept: int  # rows that lay in the folder already
 
 
-def save(store, path) -> Saved:
+def save(store, path, shared_only: bool = False) -> Saved:
     """
     Write all that a store holds to a folder, and what waits there for its model. Calls go on meanwhile.
 
@@ -66,14 +66,19 @@ def save(store, path) -> Saved:
         store (`Store`): Whose rows.
         path (`str` or path): The folder, made if there is none. What an earlier save has left in it is replaced, all
             at once and last of all.
+        shared_only (`bool`, *optional*, defaults to `False`): Write nothing that is not shared, but for what is in the
+            folder already; and nothing at all where somebody else has saved to it meanwhile.
 
     Raises:
-        ValueError: where the folder holds an `index.json` of another kind.
+        ValueError: where the folder holds an `index.json` of another kind, or (`shared_only`) of somebody else.
         OSError: where it can't be written to; what was saved before is untouched then.
     """
     folder = Folder(path)
     folder.make()
-    with folder.locked(WRITERS, writing=True), Snapshot(store) as snapshot:
+    shared_in = folder if shared_only else None
+    with folder.locked(WRITERS, writing=True), Snapshot(store, shared_in) as snapshot:
+        if shared_only and folder.index_checksum() != store.dormant.folders.get(folder.key):
+            raise ValueError(f"{folder.path} was saved to by somebody else meanwhile: load it, and begin again.")
         rows = RowWriter(folder)
         try:
             for part in snapshot.parts:
@@ -94,6 +99,7 @@ def save(store, path) -> Saved:
             folder.put(INDEX, [index])
             folder.sweep({tokens[0], *(file.name for file in rows.files)})
         with store.lock:
+            store.dormant.folders[folder.key] = checksum([index])
             for segment, stored in rows.stored.items():
                 if segment.home is not None:  # of what waits there are copies only
                     store.dormant.stored[segment] = stored
@@ -120,9 +126,32 @@ def load(store, path) -> None:
     if not os.path.lexists(folder.path / INDEX):
         raise FileNotFoundError(f"no store in {folder.path}: there is no {INDEX}. `SuffixCache.save` makes one.")
     with folder.locked(READERS, writing=False):
-        contents = _read(folder, store.clock())
+        index = folder.read(INDEX, MAX_INDEX_BYTES)
+        contents = _read(folder, index, store.clock())
     with store.lock:
         store.dormant.take(contents)
+        store.dormant.folders[folder.key] = checksum([index])
+
+
+def reopen(store, path) -> None:
+    """
+    Have what is in a folder before more goes there: nothing is done where it is known, or empty; else it is loaded.
+
+    Raises:
+        ValueError: where the folder holds a store that this one knows nothing of, while it is in use itself.
+    """
+    folder = Folder(path)
+    found = folder.index_checksum()
+    if found is None or found == store.dormant.folders.get(folder.key):
+        return
+    with store.lock:
+        in_use = len(store.dormant) or any(shelf.segments for shelf in store.shelves.values())
+    if in_use:
+        raise ValueError(
+            f"{folder.path} holds a store that this cache was not loaded from, or that somebody else has saved to "
+            "since. Make the cache with `SuffixCache.load(folder)`, or choose another folder."
+        )
+    load(store, path)
 
 
 # -- the index ------------------------------------------------------------------------------------------------------
@@ -243,10 +272,10 @@ def _check_sizes(index: int, tokens: int) -> None:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
-def _read(folder: Folder, now: float) -> Contents:
-    """What the index and the tokens in a folder say, checked."""
+def _read(folder: Folder, data: bytes, now: float) -> Contents:
+    """What an index (its bytes) and the tokens in a folder say, checked."""
     where = folder.path / INDEX
-    index = unpack_index(folder.read(INDEX, MAX_INDEX_BYTES), where)
+    index = unpack_index(data, where)
     saved, files, shelves = (index.get(name) for name in ("saved", "files", "shelves"))
     if not is_amount(saved) or type(files) is not list or type(shelves) is not list:
         raise DamagedFile(f"{where} is not complete.")

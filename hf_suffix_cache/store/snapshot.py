@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from .contents import Shelved
+from .files import Folder
 from .layout import COLD, Piece, geometry_of
 from .mapped import StoredRows
 from .pool import BlockPool
 from .records import MAX_AMOUNT, MAX_HOPS, SegmentRecord, SessionRecord
+from .scopes import Place
 from .segments import Segment
 from .shelf import Shelf
 
@@ -38,10 +40,15 @@ class Snapshot:
     """
     A store at one moment. What may change later is copied; rows are pinned, so that they stay until they are written:
     they are not given up, not converted, and means that are pinned are not drawn into.
+
+    Args:
+        store (`Store`): Which one.
+        shared_in (`Folder`, *optional*): Take only what is shared, and of the rest what lies in this folder.
     """
 
-    def __init__(self, store):
+    def __init__(self, store, shared_in: Folder | None = None):
         self._store = store
+        self._shared_in = shared_in
         self._pinned: dict[Segment, Shelf] = {}
         self.parts: list[Part] = []
         self.now = 0.0
@@ -90,9 +97,10 @@ class Snapshot:
                     left = None if session.cutoff == -math.inf else amount(self.now - session.cutoff)
                     session = SessionRecord(session.ttl if session.ttl != math.inf else None, left)
                 made = Shelved(identity.digest, settings, place, geometry, session)
-                made.segments = dict(enumerate(each for each in shelf.segments if each.holders))
+                held = (each for each in shelf.segments if each.holders and self._takes(place, each))
+                made.segments = dict(enumerate(held))
                 made.findable = {each for each in made.segments.values() if each in shelf.windows}
-                made.means = list(shelf.means)
+                made.means = [mean for mean in shelf.means if self._takes(place, mean)]
                 made.sequences = [copy.copy(sequence) for sequence in shelf.sequences]
                 made.stored = {segment: self._unchanged(shelf.pool, segment) for segment in made.segments.values()}
                 self._take(made, shelf.pool)
@@ -100,7 +108,15 @@ class Snapshot:
                     shelf.pin([segment])
                     self._pinned[segment] = shelf
             for made in store.dormant.shelved(self.now):
-                self._take(made)
+                if all(self._takes(made.place, segment, stored) for segment, stored in made.stored.items()):
+                    self._take(made)
+
+    def _takes(self, place: Place, segment: Segment, stored: StoredRows | None = None) -> bool:
+        """Whether a segment is to be saved."""
+        if self._shared_in is None or place.scope.kind == "shared":
+            return True
+        stored = self._store.dormant.stored.get(segment, stored)
+        return stored is not None and stored.file is not None and stored.file.folder == self._shared_in
 
     def _take(self, made: Shelved, pool: BlockPool | None = None) -> None:
         if not made.segments:
