@@ -362,9 +362,9 @@ class Worker(threading.Thread):
     # -- managing -----------------------------------------------------------------------------------------------
 
     def register(self) -> None:
-        """Precompute shared texts; some are pinned, as long as there is room for that."""
+        """Precompute a shared text; some are pinned, as long as there is room for that."""
         subject, cache, pin = self._subject(), self._cache(), self.traffic.chance(0.3)
-        texts = [self.traffic.pick(SHARED) for _ in range(int(self.random.integers(1, 3)))]
+        texts = [self.traffic.pick(SHARED)]  # one alone shows no progress bar
         at = "anywhere" if subject.moves and self.traffic.chance(0.5) else "front"
         with subject.gate.shared():
             try:

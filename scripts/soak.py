@@ -9,12 +9,10 @@ explains, exception, or memory that grows.
 What it writes to the output folder: `soak.csv` (the figures), `soak.png`, `soak.json` and `soak-samples.csv`.
 """
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of `register`
 sys.path.insert(0, str(Path(__file__).parent.parent))  # started as a file it does not find the checkout
 
 from benchmarks.common import Options, Results, parse  # noqa: E402
