@@ -85,6 +85,8 @@ def _wrap(original):
             store = _attached_store(self, kwargs)
         if store is None:
             return original(self, *args, **kwargs)
+        for name in CACHE_NAMES:  # those that are left are None
+            kwargs.pop(name, None)
         return _generate(original, self, store, args, kwargs, passed)
 
     return generate
@@ -352,6 +354,8 @@ class Attachment:
                 report.computed_rows = tokens.shape[0] * tokens.shape[1]
             self.store.record(report)
             return None
+        for name in CACHE_NAMES:  # all None: transformers 5.24 warns of a second name even then
+            kwargs.pop(name, None)
         kwargs[cache_argument(model)] = request.view
         self._open.append(request)
         return request

@@ -1,6 +1,8 @@
 """`attach`, and a cache given straight to a forward."""
 
+import inspect
 import threading
+import warnings
 
 import pytest
 import torch
@@ -40,6 +42,20 @@ def test_attach_serves_plain_forwards(kind):
                 assert whole.shape == want.shape and (whole - want).abs().max() < 1e-4
     assert same_as_vanilla(model, longer, cache).report.exact_tokens == longer.shape[1] - 1
     check_pool(cache)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_no_cache_by_any_name_is_no_cache(name):
+    """transformers 5.24 warns of `past_key_values` beside `cache`, of which the caller's script knows nothing."""
+    model = make_model("llama")
+    if name not in inspect.signature(model.forward).parameters and name == "cache":
+        pytest.skip("this transformers has no argument `cache`")
+    cache = SuffixCache(fidelity="exact")
+    with torch.no_grad(), cache.attach(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model(IDS, logits_to_keep=1, **{name: None})
+    assert cache.last_report.exact_tokens == len(PROMPT) - 1
 
 
 def test_attach_reports_and_counts():
