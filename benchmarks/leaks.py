@@ -14,7 +14,7 @@ A neutral paragraph is stored behind one of 20 secrets, each in a session of its
 
 The machine may be busy, except for the ratio of times. What is finished is kept in the cache folder.
 
-    python -m benchmarks.leaks --threads 1                              # 3 kinds x 3 paragraphs, about 20 minutes
+    python -m benchmarks.leaks --threads 1                              # 3 kinds x 3 paragraphs, about 40 minutes
     python -m benchmarks.leaks --threads 1 --n 1 --kinds city --output .cache/look
 """
 
@@ -37,7 +37,7 @@ from hf_suffix_cache.repair import NoRepair
 from scripts.smollm2 import load
 
 LAST_ROWS = 16
-MOVED = {"moved": dict(repair=NoRepair(), seam_tokens=0, drift=False), "balanced": {}}
+MOVED = {"moved": dict(repair=NoRepair(), seam_tokens=0, drift=False), "fast": dict(fidelity="fast"), "balanced": {}}
 
 
 @dataclass

@@ -7,6 +7,7 @@ Dialogues with planted changes of topic, decided completely by a seed. The texts
 | `small talk` | a dialogue of Topical-Chat | what one of its two people says |
 
 A dialogue is made of stretches of several topics. The user leaves a topic with the first turn of each later stretch.
+How long a stretch has lasted tells nothing of when it ends: each turn is its last one with the same chance.
 In `small talk` that is a rough label: people wander from one subject to another by themselves, and two dialogues may
 be about the same film.
 """
@@ -19,7 +20,8 @@ from benchmarks import sources
 
 SOURCES = ("documents", "small talk")
 TOPICS = 3  # of a dialogue
-STRETCH = {"documents": (3, 5), "small talk": (4, 6)}  # turns of the user on one topic
+MOST = 8  # turns of the user on one topic
+LEAVES = 0.25  # chance that a turn is the last one of its stretch
 WITH_TEXT = 0.6  # share of the turns about a document that bring another paragraph of it
 CHARACTERS = (240, 1200)  # of a paragraph
 
@@ -62,19 +64,19 @@ def dialogues(source: str, n: int, half: int = 0, seed: int = 0, corpus=None) ->
 
 def _documents(articles: dict, half: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
     """Stretches about one article each, no two in a row about the same."""
-    (low, high), most = CHARACTERS, STRETCH["documents"][1]
+    low, high = CHARACTERS
     pools = {
         title: [item for item in articles[title] if low <= len(item[0]) <= high and item[1]]
         for title in sorted(articles)[half::2]
     }
-    pools = {title: pool for title, pool in pools.items() if len(pool) >= most}
+    pools = {title: pool for title, pool in pools.items() if len(pool) >= MOST}
     last = None
     while True:
         last = rng.choice([title for title in pools if title != last])
-        paragraphs = iter(rng.sample(pools[last], most))
+        paragraphs = iter(rng.sample(pools[last], MOST))
         questions: list = []
         turns: list[tuple[str, str]] = []
-        for _ in range(rng.randint(*STRETCH["documents"])):
+        for _ in range(_length(rng)):
             if not questions or rng.random() < WITH_TEXT:
                 text, asked = next(paragraphs)
                 questions = rng.sample(asked, len(asked))
@@ -88,8 +90,7 @@ def _documents(articles: dict, half: int, rng: random.Random) -> Iterator[list[t
 
 def _small_talk(talks: list, half: int, rng: random.Random) -> Iterator[list[tuple[str, str]]]:
     """Stretches of one dialogue each, from anywhere in it, no two in a row of the same."""
-    least, most = STRETCH["small talk"]
-    kept = [turns for turns in talks[half::2] if len(turns) >= 2 * most]
+    kept = [turns for turns in talks[half::2] if len(turns) >= 2 * MOST]
     last = None
     while True:
         for turns in rng.sample(kept, len(kept)):
@@ -97,6 +98,14 @@ def _small_talk(talks: list, half: int, rng: random.Random) -> Iterator[list[tup
                 continue
             last = turns
             pairs = list(zip(turns[::2], turns[1::2], strict=False))
-            size = rng.randint(least, most)
+            size = _length(rng)
             start = rng.randrange(0, len(pairs) - size + 1)
             yield pairs[start : start + size]
+
+
+def _length(rng: random.Random) -> int:
+    """Turns of one stretch."""
+    length = 1
+    while length < MOST and rng.random() >= LEAVES:
+        length += 1
+    return length
