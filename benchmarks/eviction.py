@@ -93,7 +93,7 @@ class Server:
         for used in [*row.segments(), *([row.prefix_sequence] if row.prefix_sequence is not None else [])]:
             used.last_used = self.now
         store.usage.ask(shelf, row.served)
-        extent = store.allocate(shelf, len(ids) + self.room, 1, [(ids, row.served)])
+        extent = store.allocate(shelf, len(ids) + self.room, 1, [(ids, row.served)], [row.served])
         moved = np.flatnonzero(row.kinds == SHIFTED)
         row.mark_recomputed(np.union1d(moved[::7], np.flatnonzero(row.seams)).astype(np.int64))
         exact = row.exact

@@ -1,7 +1,6 @@
 """Served rows on their way from the store into a call's view. The store's lock is held meanwhile."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,8 +45,7 @@ def _load_row(view: View, number: int, planned: PlannedRow, in_place: int, frequ
         addresses, shift = planned.served.addresses_of(served), planned.served.shift[served]
         copy_rows(view.shelf.pool, addresses, extent, number, planned.pad + served, shift, frequencies)
         if planned.drifts and in_place == 0:
-            recipe = replace(planned.served, drifts=tuple(planned.drifts))
-            replay(view, recipe, number, planned.pad, frequencies)
+            replay(view, planned.served, number, planned.pad, frequencies)
 
 
 def reload_moved(

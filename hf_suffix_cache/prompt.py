@@ -46,7 +46,6 @@ class PlannedRow:
         self.planned_kinds = self.kinds.copy()
         self.seams = np.zeros(tokens, dtype=bool)
         self.partial = np.zeros(tokens, dtype=bool)  # repaired in the lower layers only
-        self.drifts: list[Correction] = []  # of the prefix, as it was stored, and of this call
         self.served = Recipe([], np.full(tokens, -1, dtype=np.int32), *np.zeros((2, tokens), dtype=np.int64))
 
     @classmethod
@@ -71,6 +70,11 @@ class PlannedRow:
         row._take_runs(config.seam_tokens)
         row.planned_kinds = row.kinds.copy()
         return row
+
+    @property
+    def drifts(self) -> tuple[Correction, ...]:
+        """Corrections of the prefix, as it was stored, and of this call."""
+        return self.served.drifts
 
     @property
     def prefix_sequence(self) -> Sequence | None:
@@ -110,7 +114,7 @@ class PlannedRow:
     def unmark_recomputed(self, rows: np.ndarray) -> None:
         """These rows, bool `[tokens]`, were marked as recomputed, and are moved rows again."""
         self.kinds[rows & (self.planned_kinds == SHIFTED)] = SHIFTED
-        self.drifts = [correction for correction in self.drifts if not rows[correction.anchors].any()]
+        self.served.drifts = tuple(each for each in self.drifts if not rows[each.anchors].any())
 
     def outside_mass(self) -> np.ndarray | None:
         """
@@ -139,7 +143,7 @@ class PlannedRow:
         drift = Drift(anchors, targets, self.run_start)
         if len(anchors) and len(targets):
             source = [part[anchors] for part in (self.served.which, self.served.offset, self.served.shift)]
-            self.drifts.append(Correction(drift, *source, np.ones(len(targets), dtype=bool)))
+            self.served.drifts += (Correction(drift, *source, np.ones(len(targets), dtype=bool)),)
         return drift
 
     def recipe(self) -> Recipe:
@@ -180,15 +184,15 @@ class PlannedRow:
         if not spans:
             return
         length, sequence = spans[-1].stop, self.prefix.sequence
-        self.served.segments.extend(sequence.recipe.segments)
+        front = sequence.recipe.head(length)
+        self.served.segments.extend(front.segments)
         for name in ("which", "offset", "shift"):
-            getattr(self.served, name)[:length] = getattr(sequence.recipe, name)[:length]
+            getattr(self.served, name)[:length] = getattr(front, name)
         for span in spans:
             self.kinds[span.start : span.stop] = KINDS.index(span.kind)
         if spans[-1].kind == "carried":
             self.hops = sequence.hops
-            cut = (correction.head(length) for correction in sequence.recipe.drifts)
-            self.drifts = [correction for correction in cut if len(correction.targets)]
+            self.served.drifts = front.drifts
 
     def _take_runs(self, seam_tokens: int) -> None:
         spans = self.plan.shifted

@@ -345,7 +345,8 @@ class Request:
                 self._shares = extent is not None
             if extent is None:
                 prompts = [(row.ids, row.served) for row in self.rows] if self.config.store else []
-                extent = store.allocate(view.shelf, columns, rows, None if self.wanted else prompts)
+                plans = [row.served for row in self.rows]
+                extent = store.allocate(view.shelf, columns, rows, None if self.wanted else prompts, plans)
             view.lay_over(extent)
             load(self.view, self.batch, self.rows, in_place, self.frequencies())
         self.report.timings["materialise"] = time.perf_counter() - started

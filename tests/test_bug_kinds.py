@@ -424,7 +424,7 @@ class Disturbance(StoppingCriteria):
             ask(self.model, new_text(150, 50 + self.number), handle, steps=1)
             store = self.cache._store  # which gives up no sequence by itself whose rows are in use: it would free none
             for shelf in store.shelves.values():
-                while store._make_room(shelf.pool, 10**6):
+                while store.steward.step(shelf.pool, 10**6):
                     pass
             self.evicted = self.cache.stats.evictions - before
             self.cache.clear()

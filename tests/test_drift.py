@@ -419,7 +419,7 @@ def test_rows_of_a_bound_come_back_bit_for_bit(way, level, monkeypatch):
 def test_control_rows_without_their_correction_are_others(monkeypatch):
     model = make_model("llama")
     want, lengths = conversation(model, "in place", 2)
-    monkeypatch.setattr("hf_suffix_cache.request.replay", lambda *args: None)
+    monkeypatch.setattr("hf_suffix_cache.loading.replay", lambda *args: None)
     got, _ = conversation(model, "gathered", 2)
     with pytest.raises(AssertionError):
         same_bits(got, want, lengths[-1])

@@ -80,19 +80,29 @@ def test_a_policy_of_the_callers_decides():
         assert tuple(ids.tolist()) not in held(server)
 
 
-def test_a_policy_that_fails_costs_reuse_and_no_answer():
+def test_a_policy_that_fails_costs_no_answer_and_is_told_once(caplog):
     class Broken:
-        def worth(self, candidates):
-            return np.zeros(len(candidates) + 1)
+        def __init__(self, wrong):
+            self.wrong = wrong
 
-    with pytest.raises(ValueError, match="one number for each"):
-        order(Broken(), last_used=[1, 2])
-    model, cache, reasons = make_model("llama"), SuffixCache(max_bytes=400 * ROW, eviction=Broken()), []
-    for number in range(5):
-        report = same_as_vanilla(model, old_text(100, number), cache.using(fidelity="exact"), steps=2).report
-        reasons.append(report.reason or "")
-    assert any("one number for each" in reason for reason in reasons)
-    check_pool(cache)
+        def worth(self, candidates):
+            return self.wrong(len(candidates))
+
+    wrongs = (lambda count: np.zeros(count + 1), lambda count: np.full(count, np.nan), lambda count: 1 // 0)
+    for wrong in wrongs[:2]:
+        with pytest.raises(ValueError, match="one number for each"):
+            order(Broken(wrong), last_used=[1, 2])
+    model = make_model("llama")
+    for wrong in wrongs:
+        caplog.clear()
+        cache = SuffixCache(fidelity="exact", max_bytes=400 * ROW, eviction=Broken(wrong), keep_conversations=0)
+        for number in range(6):
+            report = same_as_vanilla(model, old_text(100, number), cache, steps=2).report
+            assert report.reason is None
+        assert cache.stats.evictions > 0
+        assert ask(model, old_text(100, 5), cache, steps=2).report.exact_tokens == 99  # it stores and serves as ever
+        assert sum("the eviction policy failed" in record.getMessage() for record in caplog.records) == 1
+        check_pool(cache)
 
 
 # -- settings -------------------------------------------------------------------------------------------------------
@@ -240,7 +250,9 @@ def test_the_best_fixed_set_is_the_best_of_all_sets():
 
 def test_a_loop_of_prompts_through_generate():
     model = make_model("llama")
-    prompts = [old_text(112, 500 + number) for number in range(36)]
+    # of which no two begin with the same token: a hit of one row is a use too
+    prompts = list({ids[0]: ids for ids in (old_text(112, 500 + number) for number in range(120))}.values())[:36]
+    assert len(prompts) == 36
     caches = {name: SuffixCache(fidelity="exact", max_bytes=30 * 112 * ROW, eviction=name) for name in ("gdsf", "lru")}
     hits = dict.fromkeys(caches, 0)
     for turn in range(4):
@@ -260,7 +272,7 @@ def test_what_comes_once_does_not_push_out_what_comes_again():
         server, saved[policy] = Server(20 * ROWS, policy, **EXACT), 0
         for number in range(400):
             once = [server.ask(text(rng, ROWS)) for _ in range(3)]
-            assert once == [0, 0, 0]
+            assert max(once) <= 1  # the first token may be that of another text
             saved[policy] += server.ask(hot[number % 10]) * (number >= 100)
     best = 300 * (ROWS - 1)
     assert saved["gdsf"] >= 0.95 * best and saved["lru"] < 0.1 * best
@@ -420,8 +432,8 @@ def test_what_nobody_can_reach_any_more_goes_first(policy):
 def test_what_frees_no_memory_goes_last(policy):
     rng = np.random.default_rng(14)
     document, server = text(rng, 320), Server(4000, policy, **EXACT)
-    for _ in range(2):
-        server.ask(np.concatenate([document, text(rng, 32)]))
+    for question_rows in (8, 32):  # a block has 16: without its own rows the first one would free none
+        server.ask(np.concatenate([document, text(rng, question_rows)]))
     first, second = server.shelf.sequences
     (segment,) = first.recipe.segments
     assert segment in second.recipe.segments  # control: the second one refers to the document's rows

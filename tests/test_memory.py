@@ -265,7 +265,7 @@ def test_extents_then_means_go_before_sequences():
     shelf, store = shelf_of(cache), cache._store
     assert len(shelf.means) == 1 and len(shelf.kept) == 2 and len(shelf.sequences) == 2
     seen = []
-    while store._make_room(shelf.pool, 10**6):
+    while store.steward.step(shelf.pool, 10**6):
         seen.append((len(shelf.kept), len(shelf.means), len(shelf.sequences)))
     left = [entry for index, entry in enumerate(seen) if index == 0 or entry != seen[index - 1]]
     assert left == [(1, 1, 2), (0, 1, 2), (0, 0, 2), (0, 0, 1), (0, 0, 0)]

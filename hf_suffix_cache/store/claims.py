@@ -30,7 +30,8 @@ class Claims:
         stored = (sequence.recipe for shelf in shelves for sequence in shelf.sequences)
         for recipe in (*stored, *plans):
             for number, segment in enumerate(recipe.segments):
-                if segment.references > 1 and (only is None or segment in only) and self.may_shrink(segment):
+                wanted = segment.references > 1 or self._pins[segment] if only is None else segment in only
+                if wanted and self.may_shrink(segment):
                     if segment not in self._counts:
                         self._counts[segment] = np.zeros(len(segment), dtype=np.int32)
                     self._counts[segment] += recipe.used(number)

@@ -1,15 +1,17 @@
 """What a full store gives up first: the policies, what they go by, and who may push out whom."""
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from .pool import SLAB_BITS
-from .segments import Segment
+from .claims import Claims, row_bytes
 from .shelf import Recipe, Sequence, Shelf
 from .usage import Usage
+
+logger = logging.getLogger("hf_suffix_cache")
 
 VIEW_SHARE = 1 / 8  # of the store: a call may have so many rows for what is worth least, whatever it is worth itself
 PAST = 3 / 4  # of the uses of text before it was stored, that count before its first contest for room
@@ -104,9 +106,40 @@ class Gdsf:
 POLICIES = {"lru": Lru(), "lfu": Lfu(), "gdsf": Gdsf()}
 
 
+class Foreign:
+    """
+    A policy of the caller's. Where it fails, which is logged once, what was used longest ago goes first: a fault in it
+    must not take the call's answer.
+
+    Args:
+        policy (`EvictionPolicy`): His.
+    """
+
+    def __init__(self, policy: EvictionPolicy):
+        self.policy = policy
+        self._failed = False
+
+    def worth(self, candidates: Candidates) -> np.ndarray:
+        """What his says, or when each was last used."""
+        try:
+            return _checked(self.policy, candidates)
+        except Exception:
+            if not self._failed:
+                logger.warning("the eviction policy failed, what was used longest ago goes first", exc_info=True)
+            self._failed = True
+            return candidates.last_used
+
+
+def _checked(policy: EvictionPolicy, candidates: Candidates) -> np.ndarray:
+    worth = np.asarray(policy.worth(candidates), dtype=np.float64)
+    if worth.shape != (len(candidates),) or np.isnan(worth).any():
+        raise ValueError(f"{policy!r} must give one number for each of {len(candidates)} candidates, got {worth!r}.")
+    return worth
+
+
 def policy_of(eviction: str | EvictionPolicy) -> EvictionPolicy:
     """The policy that the setting `eviction` means."""
-    return POLICIES[eviction] if isinstance(eviction, str) else eviction
+    return POLICIES[eviction] if isinstance(eviction, str) else Foreign(eviction)
 
 
 # -- candidates -----------------------------------------------------------------------------------------------------
@@ -125,19 +158,13 @@ def evictable(shelves: Collection[Shelf]) -> list[tuple[Shelf, Sequence]]:
     ]
 
 
-def freed(shelf: Shelf, sequence: Sequence) -> list[Segment]:
-    """The segments whose memory is free once a sequence is gone."""
-    pool, segments = shelf.pool, sequence.recipe.segments
-    return [each for each in segments if each.references == 1 and not pool.is_mapped(each.addresses)]
-
-
-def describe(found: Collection[tuple[Shelf, Sequence]], usage: Usage) -> Candidates:
-    """What is known of sequences, each with its shelf."""
+def describe(found: Collection[tuple[Shelf, Sequence]], usage: Usage, claims: Claims) -> Candidates:
+    """What is known of sequences, each with its shelf; `claims` are those of all shelves."""
     seconds = usage.row_seconds()
     facts = [
-        (number, len(each), _row_bytes(shelf, each), seconds[shelf.pool], each.uses.total, *usage.recent(each))
+        (number, rows, row_bytes(each), seconds[shelf.pool], each.uses.total, *usage.recent(each))
         for number, (shelf, sequence) in enumerate(found)
-        for each in freed(shelf, sequence)
+        for each, rows in claims.freed(shelf, sequence)
     ]
     owner, rows, size, cost, total, recent, new = np.array(facts, dtype=np.float64).reshape(-1, 7).T
     owner, count = owner.astype(np.int64), len(found)
@@ -164,9 +191,7 @@ def order_of(candidates: Candidates, policy: EvictionPolicy) -> tuple[np.ndarray
     The order in which candidates go, and their worth: `[candidates]` each. What frees nothing goes last, whatever it
     is worth: it would be lost for no byte.
     """
-    worth = np.asarray(policy.worth(candidates), dtype=np.float64)
-    if worth.shape != (len(candidates),):
-        raise ValueError(f"{policy!r} must give one number for each of {len(candidates)} candidates, got {worth!r}.")
+    worth = _checked(policy, candidates)
     return np.lexsort((candidates.last_used, worth, candidates.num_bytes == 0)), worth
 
 
@@ -178,6 +203,7 @@ def admits(
     policy: EvictionPolicy,
     usage: Usage,
     now: float,
+    claims: Claims,
 ) -> bool:
     """
     Whether a call's rows may push out what must go for them: nothing of it may be worth more than they are, with some
@@ -190,12 +216,13 @@ def admits(
         prompts (sequence): Its prompts, `[rows]` each, and where their rows were found. Empty: it is not stored.
         policy (`EvictionPolicy`), usage (`Usage`): By which worth is judged.
         now (`float`): The time by the store's clock.
+        claims (`Claims`): Of all shelves, and of the call.
     """
     missing = size - (usage.budget.max_bytes - sum(map(_held_bytes, shelves)))
     found = evictable(shelves)
     if missing <= 0 or not found:
         return True
-    there = describe(found, usage)
+    there = describe(found, usage, claims)
     both = _with(there, _as_newcomer(shelf, size, prompts, usage, now))
     order, worth = order_of(both, policy)
     order = order[order < len(found)]
@@ -228,12 +255,7 @@ def _with(candidates: Candidates, newcomer: dict[str, float]) -> Candidates:
 
 def _held_bytes(shelf: Shelf) -> int:
     """Bytes of a shelf's rows that only giving up sequences frees."""
-    held = (each for each in shelf.segments if not each.is_mean and not shelf.pool.is_mapped(each.addresses))
-    return sum(len(each) * _row_bytes(shelf, each) for each in held)
-
-
-def _row_bytes(shelf: Shelf, segment: Segment) -> int:
-    return shelf.pool.slabs[int(segment.addresses[0]) >> SLAB_BITS].row_bytes
+    return sum(len(each) * row_bytes(each) for each in shelf.segments if not each.is_mean)
 
 
 def _is_mapped(shelf: Shelf, sequence: Sequence) -> bool:

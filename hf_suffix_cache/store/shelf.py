@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class Recipe:
     offset: np.ndarray
     shift: np.ndarray
     drifts: tuple[Correction, ...] = ()
+    _used: dict[int, np.ndarray] = field(init=False, repr=False, default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.which)
@@ -45,6 +46,32 @@ class Recipe:
         which = np.searchsorted(used, self.which[:length]).astype(np.int32)
         renumbered = tuple(correction.renumbered(lambda old: np.searchsorted(used, old)) for correction in drifts)
         return Recipe(segments, which, self.offset[:length], self.shift[:length], renumbered)
+
+    def used(self, number: int) -> np.ndarray:
+        """Which rows of `segments[number]` it refers to: bool `[rows of the segment]`. It must not change any more."""
+        if number not in self._used:
+            used = np.zeros(len(self.segments[number]), dtype=bool)
+            for part in (self, *self.drifts):
+                used[part.offset[part.which == number]] = True
+            self._used[number] = used
+        return self._used[number]
+
+    def with_part(self, segment: Segment, part: Segment, rows: np.ndarray) -> "Recipe":
+        """The same with a part of a segment, its rows `rows` (ascending), in its place: all that it refers to."""
+        number = self.segments.index(segment)
+
+        def offset_in(which: np.ndarray, offset: np.ndarray) -> np.ndarray:
+            return np.where(which == number, np.searchsorted(rows, offset), offset)
+
+        drifts = tuple(replace(each, offset=offset_in(each.which, each.offset)) for each in self.drifts)
+        segments = [part if each is segment else each for each in self.segments]
+        return Recipe(segments, self.which, offset_in(self.which, self.offset), self.shift, drifts)
+
+    def take(self, other: "Recipe") -> None:
+        """Become another recipe of the same rows."""
+        self.segments, self.which, self.offset, self.shift = other.segments, other.which, other.offset, other.shift
+        self.drifts = other.drifts
+        self._used.clear()
 
     def addresses_of(self, rows: np.ndarray) -> np.ndarray:
         """Address of the source of each of these rows."""
@@ -207,6 +234,31 @@ class Shelf:
         self._unindex(sequence)
         self.drop_extent(sequence)
         self._let_go(sequence.recipe.segments)
+
+    def part_of(self, segment: Segment, rows: np.ndarray) -> Segment:
+        """Some rows of a segment of this shelf, ascending, as one that shares their memory and can't be found yet."""
+        part = replace(
+            segment,
+            ids=segment.ids[rows],
+            positions=segment.positions[rows],
+            addresses=segment.addresses[rows],
+            reach=None if segment.reach is None else segment.reach[rows],
+            uses=replace(segment.uses),
+            references=0,
+            holders=0,
+        )
+        self.pool.retain_rows(part.addresses)
+        self._enter(part)
+        if self.is_cold(segment):
+            self.warm.pop(part, None)
+        return part
+
+    def put_in_place(self, sequence: Sequence, segment: Segment, part: Segment, rows: np.ndarray) -> None:
+        """Let a sequence refer to a part of a segment in its stead (see `Recipe.with_part`)."""
+        recipe = sequence.recipe.with_part(segment, part, rows)
+        self._hold([part])
+        sequence.recipe = recipe  # a new one: whoever saves the store still has the old one
+        self._let_go([segment])
 
     def set_exact(self, sequence: Sequence, exact: int) -> None:
         """Some of a sequence's rows are approximate from now on: only the first `exact` ones are exact."""

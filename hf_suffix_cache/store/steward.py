@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Collection
 from contextlib import contextmanager
 
+import numpy as np
+
 from ..config import PoolExhausted
 from .accounting import Survey
+from .claims import Claims
 from .compaction import compact_pool, empty_slabs, make_range
 from .cooling import cold_dtype, cool, ready
-from .eviction import VIEW_SHARE, EvictionPolicy, admits, describe, evictable, freed, order_of
-from .pins import pinned_segments
+from .eviction import VIEW_SHARE, EvictionPolicy, admits, describe, evictable, order_of
 from .pool import BlockPool, Extent, Slab
 from .room import demote, growth_room, moved_rows
-from .shelf import Sequence, Shelf
+from .shelf import Recipe, Sequence, Shelf
 from .usage import Usage
 
 COMPACT_ROWS = 512  # most rows that are moved together after one call: 24 MB of SmolLM2-135M in fp32
@@ -61,26 +63,29 @@ class Steward:
         self._store_dtype = store_dtype
         self._put_back = put_back
         self._strangers: weakref.WeakSet[Slab] = weakref.WeakSet()  # memory of calls that were turned away
-        self._next: deque[tuple[Shelf, Sequence, bool]] | None = None  # in a contest: what goes next; is it all new?
+        self._next: deque[tuple[Shelf, Sequence, bool]] | None = None  # in a contest: what goes next, see `_ranked`
+        self._plans: Collection[Recipe] = ()  # in a contest: of the call that it is for
 
-    def allocate(self, shelf: Shelf, rows: int, batch: int, prompts: Collection[tuple] | None) -> Extent:
+    def allocate(
+        self, shelf: Shelf, rows: int, batch: int, prompts: Collection[tuple] | None, plans: Collection[Recipe]
+    ) -> Extent:
         """See `Store.allocate`."""
         pool, wanted, fits = shelf.pool, batch * shelf.pool.round_up(rows), None
         self.budget.refused = False  # the device may have memory again
-        if not self._admits(shelf, wanted, prompts):
+        if not self._admits(shelf, wanted, prompts, plans):
             self.turned_away += 1
             for ids, recipe in prompts:
                 self.usage.turn_away(shelf, ids, recipe)
             extent = pool.allocate_private(rows, batch)
             self._strangers.add(extent.slab)
             return extent
-        with self._contest():
+        with self._contest(plans):
             while wanted * pool.row_bytes <= self.budget.max_bytes:
                 try:
                     return pool.allocate(rows, batch, spare=growth_room(rows) if batch == 1 else 0)
                 except PoolExhausted:
                     if fits is None:
-                        fits = wanted * pool.row_bytes <= self.budget.max_bytes - self._bytes_in_use()
+                        fits = wanted * pool.row_bytes <= self.budget.max_bytes - self._bytes_in_use(plans)
                     if not self.step(pool, wanted, fits):
                         break
         return pool.allocate_private(rows, batch)
@@ -90,9 +95,9 @@ class Steward:
         Have room for so many packed rows, for which sequences are given up; False if that was not enough. Nothing is
         given up where all of it would not be enough.
         """
-        if pool.round_up(rows) * pool.row_bytes > self.budget.max_bytes - self._bytes_in_use():
+        if pool.round_up(rows) * pool.row_bytes > self.budget.max_bytes - self._bytes_in_use(()):
             return False
-        with self._contest():
+        with self._contest(()):
             while True:
                 try:
                     pool.free_rows(rows, None)
@@ -188,38 +193,50 @@ class Steward:
             waiting.extend(self._ranked(shelves))
         if not waiting:
             return False
-        shelf, sequence, all_new = waiting.popleft()
+        shelf, sequence, in_vain = waiting.popleft()
         if self._put_back(shelf, sequence):
             return True
-        self.turned_away += all_new
-        self.usage.give_up(shelf, freed(shelf, sequence))
+        self.turned_away += in_vain
+        claims = Claims(shelves, self._plans)
+        self.usage.give_up(shelf, [segment for segment, _ in claims.freed(shelf, sequence)])
         shelf.remove(sequence)
         self._count(shelf)
+        self._shrink(shelves, sequence)
         return True
 
+    def _shrink(self, shelves: Collection[Shelf], gone: Sequence) -> None:
+        """Others that refer to segments of a sequence that is gone keep the rows that they need."""
+        left = {segment for segment in gone.recipe.segments if segment.references}
+        if left:
+            claims = Claims(shelves, self._plans, left)
+            for segment in left:
+                claims.shrink(segment)
+
     def _ranked(self, shelves: Collection[Shelf]) -> list[tuple[Shelf, Sequence, bool]]:
-        """What goes next, each with its shelf and whether all of its rows are new and others stay in its stead."""
+        """What goes next, each with its shelf, and whether it is new and went unused where older ones stay."""
         found = evictable(shelves)
-        candidates = describe(found, self.usage)
-        all_new = (candidates.new_bytes == candidates.num_bytes) & (candidates.num_bytes > 0) & (len(found) > 1)
-        first = order_of(candidates, self.policy)[0][:RANKED].tolist()
-        return [(*found[number], bool(all_new[number])) for number in first]
+        candidates = describe(found, self.usage, Claims(shelves, self._plans))
+        order = order_of(candidates, self.policy)[0]
+        oldest = np.minimum.accumulate(candidates.last_used[order][::-1])[::-1]  # of those that stay, and itself
+        in_vain = (candidates.new_bytes == candidates.num_bytes) & (candidates.num_bytes > 0)
+        in_vain[order] &= oldest < candidates.last_used[order]
+        return [(*found[number], bool(in_vain[number])) for number in order[:RANKED].tolist()]
 
     def _count(self, shelf: Shelf) -> None:
         self.evictions += 1
         shelf.count_eviction()
 
     @contextmanager
-    def _contest(self) -> Iterator[None]:
+    def _contest(self, plans: Collection[Recipe]) -> Iterator[None]:
         """Around one call's search for room: what is left of what was new has stood its first contest."""
-        before, self._next = self.evictions, deque()
+        before, self._next, self._plans = self.evictions, deque(), plans
         try:
             yield
         finally:
             self.usage.contest += self.evictions > before
-            self._next = None
+            self._next, self._plans = None, ()
 
-    def _admits(self, shelf: Shelf, wanted: int, prompts: Collection[tuple] | None) -> bool:
+    def _admits(self, shelf: Shelf, wanted: int, prompts: Collection[tuple] | None, plans: Collection[Recipe]) -> bool:
         """
         Whether a call may have so many rows. A view must lie somewhere, so a share of the store is for any call to
         have: what is given up for it is what is worth least. A larger one must be worth what has to go for it.
@@ -227,22 +244,20 @@ class Steward:
         size = wanted * shelf.pool.row_bytes
         if prompts is None or not VIEW_SHARE * self.budget.max_bytes < size <= self.budget.max_bytes:
             return True
-        return admits(list(self._shelves.values()), shelf, size, prompts, self.policy, self.usage, self._clock())
+        shelves = list(self._shelves.values())
+        claims = Claims(shelves, plans)
+        return admits(shelves, shelf, size, prompts, self.policy, self.usage, self._clock(), claims)
 
     def _on(self, pool: BlockPool) -> list[Shelf]:
         """The shelves on a pool."""
         return [shelf for shelf in self._shelves.values() if shelf.pool is pool]
 
-    def _bytes_in_use(self) -> int:
-        """Bytes that stay: views of running calls, the segments that they were planned with, and what is pinned."""
-        total = 0
-        for pool in self.usage.pools.values():
-            shelves = self._on(pool)
-            needed = pinned_segments(shelves)
-            needed.update(each for shelf in shelves for each in shelf.segments if each.references > each.holders)
-            rows = sum(len(each) for each in needed if not pool.is_mapped(each.addresses))
-            total += Survey(pool, shelves).bytes_by_kind()["views"] + rows * pool.row_bytes
-        return total
+    def _bytes_in_use(self, plans: Collection[Recipe]) -> int:
+        """Bytes that stay: views of running calls, the rows that they were planned with, and what is pinned."""
+        shelves = list(self._shelves.values())
+        pinned = [sequence.recipe for shelf in shelves for sequence in shelf.sequences if sequence.pinned]
+        views = (Survey(pool, self._on(pool)).bytes_by_kind()["views"] for pool in self.usage.pools.values())
+        return sum(views) + Claims(shelves, plans, ()).needed([*pinned, *plans])
 
 
 def _demote_oldest(shelves: Collection[Shelf]) -> bool:

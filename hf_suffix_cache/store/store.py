@@ -17,7 +17,7 @@ from .consensus import Computed, learn
 from .cooling import cold_dtype
 from .dormant import Dormant
 from .drafts import Draft
-from .eviction import freed, policy_of
+from .eviction import policy_of
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .reading import Reading
 from .room import PATIENCE, demote_old, give_growth_room, pack
@@ -117,7 +117,7 @@ class Store:
                     self.sessions.look_at(key, now)
             self.sessions.open(scope, ttl, now)
 
-    def allocate(self, shelf: Shelf, rows: int, batch: int = 1, prompts=None) -> Extent:
+    def allocate(self, shelf: Shelf, rows: int, batch: int = 1, prompts=None, plans=()) -> Extent:
         """
         An extent from the pool, for which sequences are given up; outside the pool if that is not enough, or if what
         would have to go is worth more than the call.
@@ -125,10 +125,12 @@ class Store:
         Args:
             prompts (sequence, *optional*): Of each prompt of the call its tokens, `[rows]`, and the recipe of what is
                 served. None: all else gives way to the call. Empty: nothing does, as the call is not stored.
+            plans (sequence of `Recipe`, *optional*): What the call was planned with and has pinned. Of a segment that
+                must go otherwise its rows stay: the recipe then names them in another one.
         """
         with self.lock:
             self._catch_up()
-            return self.steward.allocate(shelf, rows, batch, prompts)
+            return self.steward.allocate(shelf, rows, batch, prompts, plans)
 
     def shortage(self, shelf: Shelf, extent: Extent | None) -> str | None:
         """What to say of a call whose extent the pool had no room for; None where it had."""
@@ -352,10 +354,6 @@ class Store:
         """The shelves on a pool."""
         return [shelf for shelf in self.shelves.values() if shelf.pool is pool]
 
-    def _make_room(self, wanting: BlockPool, rows: int, evict: bool = True) -> bool:
-        """One step towards room for an extent; False if nothing is left to be given up."""
-        return self.steward.step(wanting, rows, evict)
-
     def _tidy(self, pool: BlockPool) -> None:
         """What a call has left is tidied up, and what lies in files and is used again comes into memory."""
         self.dormant.promote(pool)
@@ -381,7 +379,8 @@ class Store:
             inside = old is not sequence and len(old.ids) <= len(sequence.ids) and old.exact <= sequence.exact
             inside = inside and not (old.busy or old.pinned)
             if inside and np.array_equal(old.ids, sequence.ids[: len(old.ids)]):
-                self.usage.give_up(shelf, freed(shelf, old))  # what replaces these rows says the same
+                # what replaces these rows says the same
+                self.usage.give_up(shelf, [each for each in old.recipe.segments if each.references == 1])
                 shelf.remove(old)
         return before - len(shelf.sequences)
 

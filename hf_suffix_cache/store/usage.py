@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class Usage:
     def give_up(self, shelf: Shelf, segments: Collection[Segment]) -> None:
         """Segments leave a shelf for lack of room: what is known of their text is remembered for a while."""
         for segment in segments:
-            self.ghosts.keep(shelf, segment.ids, segment.positions, segment.uses)
+            self.ghosts.keep(shelf, segment.ids, segment.positions, replace(segment.uses))
 
     def recent(self, segment: Segment) -> tuple[float, float]:
         """
