@@ -16,5 +16,9 @@ first, shows progress, and puts its rows into `benchmarks/results/<benchmark>.cs
 | `first_use` | what does measuring a model cost at its first use |
 | `gpu_check` | does all that is made for GPUs give the right answers on one, how fast (`scripts/gpu_check.sh`) |
 | `soak` | does a store stay right, small and fast under hours of mixed work (`python -m scripts.soak`) |
+| `leaks` | what does a stored row reveal of the text before it, and is anything served or paid across scopes |
+| `topics` | does a session notice that its user has left the topic, and what does that do to answers and reuse |
+| `eviction` | what do the policies save where the text is larger than the store |
+| `persistence` | how soon does a store on disk open, what does a restart keep, what do crashes and damaged files do |
 | `oracles` | the figures of the oracles O1 to O7 and O9 (DESIGN.md, section 4) |
 """
