@@ -197,7 +197,7 @@ def _reading(store: Store, identity, place: Place, shapes) -> Reading:
     if place.scope.kind == "session" and store.sessions.get(place.scope) is None:
         return store.reading(identity, place.beside, shapes)
     reading = store.reading(identity, place, shapes)
-    return Reading(reading.own, reading.shared, copy.deepcopy(reading.session))
+    return Reading(reading.own, reading.shared, copy.deepcopy(reading.session), reading.slow)
 
 
 def _reasons(kinds: np.ndarray, causes: np.ndarray) -> tuple[Reason, ...]:

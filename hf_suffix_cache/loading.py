@@ -9,8 +9,31 @@ from .drift import replay
 from .inputs import PromptBatch
 from .prompt import SHIFTED, PlannedRow
 from .rope import RotarySpec
+from .store import readahead
 from .store.gather import copy_rows
+from .store.reading import Reading
 from .view import View
+
+
+def read_files(view: View, rows: Sequence[PlannedRow], reading: Reading) -> str | None:
+    """
+    Have the planned rows that lie in files read, before the store's lock is taken for them. Those that are computed
+    sooner are read for the next time, while they are. Returns what to say of these.
+
+    Args:
+        view (`View`), rows (sequence of `PlannedRow`), reading (`Reading`): Of the call; the rows are pinned.
+    """
+    store, pool = view.store, view.shelf.pool
+    if not pool.mapped:
+        return None
+    with store.lock:
+        planned = store.dormant.in_files(pool, {segment for row in rows for segment in row.segments()})
+        later = store.dormant.in_files(pool, reading.slower)
+    readahead.read(planned)
+    readahead.read_later(later)
+    if not later:
+        return None
+    return f"up to {sum(reading.slower.values()):,} rows were computed, which is faster than reading them from disk"
 
 
 def load(

@@ -13,7 +13,7 @@ import torch
 from .drafting import store_rows
 from .healing import UNHEALED, Healer, make_healer
 from .inputs import PromptBatch, Refused, describe_plain, read_inputs
-from .loading import load, reload_moved
+from .loading import load, read_files, reload_moved
 from .passes import Passes, logits_of
 from .prompt import CARRIED, PlannedRow
 from .report import ReuseReport
@@ -329,6 +329,7 @@ class Request:
         """Bring every served row into the view's extent: in place where the conversation simply goes on."""
         started = time.perf_counter()
         view, store = self.view, self.view.store
+        self.remark(read_files(view, self.rows, self.reading))
         room = min(self.new_tokens or GENERATION_ROWS, MAX_GENERATION_ROWS)
         with store.lock:
             extent, in_place = None, 0
@@ -385,7 +386,8 @@ class Request:
             whole = whole and self.same_model()
         with view.store.lock:
             self._give_back()
-            view.store.usage.measure(view.shelf.pool, self.report.timings["first_token"], self.report.computed_rows)
+            seconds = self.report.timings["first_token"] - self.report.timings["materialise"]
+            view.store.usage.measure(view.shelf.pool, seconds, self.report.computed_rows)
             self.remark(view.store.shortage(view.shelf, view.extent))
             try:
                 if self.config.store and self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:

@@ -8,6 +8,7 @@ is short they go back to their file.
 
 import logging
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from .contents import Contents, Shelved, without
 from .layout import COLD, RowLayout, geometry_of
 from .mapped import MappedSlab, StoredRows
 from .pool import BlockPool
+from .readahead import is_slow
 from .room import pack
 from .scopes import Place, Scope
 from .segments import Segment
@@ -119,6 +121,15 @@ class Dormant:
                 rows += len(segment)
                 home.came_in(segment, slab.cold is None)
             self._read.discard(slab)  # packing has read it
+
+    def is_slow(self, segment: Segment, rows: int, row_seconds: float | None) -> bool:
+        """Whether so many rows of a segment in a file are computed sooner than they are read; see `readahead.py`."""
+        stored = self.stored.get(segment)
+        return stored is not None and is_slow(stored, rows, row_seconds)
+
+    def in_files(self, pool: BlockPool, segments: Iterable[Segment]) -> list[StoredRows]:
+        """Where those of these segments lie that are in files."""
+        return [self.stored[each] for each in segments if each in self.stored and pool.is_mapped(each.addresses)]
 
     def put_back(self, shelf: Shelf, sequence: Sequence) -> bool:
         """

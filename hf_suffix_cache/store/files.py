@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import uuid
+from collections import deque
 from collections.abc import Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ FORMAT = "hf_suffix_cache store"
 VERSION = 1
 MAX_INDEX_BYTES = 256 << 20
 MAX_TOKENS_BYTES = 4 << 30
+NUM_READS = 31  # newest ones that a folder's speed is told by
 ALIGNMENT = 64  # of tensors in a file, so that they can be used where they lie
 
 _NAMED = re.compile(r"(rows|tokens)-[0-9a-f]{32}\.safetensors")
@@ -34,16 +36,39 @@ class DamagedFile(ValueError):
     """What is on disk is not what was saved."""
 
 
+class Speed:
+    """How fast rows were read from a folder, checked and all, by the newest reads."""
+
+    def __init__(self):
+        self._reads: deque[tuple[int, float]] = deque(maxlen=NUM_READS)
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """So many bytes took so long."""
+        self._reads.append((num_bytes, seconds))
+
+    def seconds(self, num_bytes: int) -> float | None:
+        """What reading so many bytes is expected to take; None before anything was read."""
+        reads = list(self._reads)
+        read = sum(size for size, _ in reads)
+        return num_bytes * sum(seconds for _, seconds in reads) / read if read else None
+
+
 class Folder:
     """
     A folder on a local disk that holds one store. Files are opened by plain names, links are never followed.
 
     Args:
         path (`str` or path): Where it is.
+
+    Attributes:
+        speed (`Speed`): How fast it can be read.
     """
+
+    is_remote = False
 
     def __init__(self, path):
         self.path = Path(path)
+        self.speed = Speed()
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Folder) and self.key == other.key
@@ -83,19 +108,26 @@ class Folder:
             if lock is not None:
                 lock.release()
 
+    def where(self, name: str) -> str:
+        """What to call a file in messages."""
+        return os.fspath(self.path / name)
+
     # -- writing ------------------------------------------------------------------------------------------------
 
     def make(self) -> None:
         """Make the folder; raises `ValueError` where another kind of `index.json` is in it."""
-        # rows are as secret as the text that they have seen, so nobody else may read them
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.path.lexists(self.path / INDEX):
+        self._make()
+        if self.has_index():
             with suppress(DamagedFile):
                 start = self.read(INDEX, MAX_INDEX_BYTES)[:64]
                 if start and not start.startswith(f'{{"format": "{FORMAT}"'.encode()):
                     raise ValueError(
-                        f"{self.path / INDEX} is not of a saved store; save to another folder, or remove that file."
+                        f"{self.where(INDEX)} is not of a saved store; save to another folder, or remove that file."
                     )
+
+    def _make(self) -> None:
+        # rows are as secret as the text that they have seen, so nobody else may read them
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, name: str, parts: Iterable) -> None:
         """Write bytes to a file, whole or not at all. When this returns they are on the disk."""
@@ -115,8 +147,7 @@ class Folder:
     def sweep(self, keep: set[str]) -> None:
         """Remove files of stores that are no more: all with such names but those to keep."""
         for name in os.listdir(self.path):
-            left = _NAMED.fullmatch(name) and name not in keep
-            if left or _TEMPORARY.fullmatch(name):
+            if (is_named(name) and name not in keep) or is_temporary(name):
                 self.remove(name)
 
     def remove(self, name: str) -> None:
@@ -134,6 +165,10 @@ class Folder:
                 os.close(descriptor)
 
     # -- reading ------------------------------------------------------------------------------------------------
+
+    def has_index(self) -> bool:
+        """Whether there is a store in it, or something in its place."""
+        return os.path.lexists(self.path / INDEX)
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is no such file, or something else is in its place."""
@@ -161,10 +196,13 @@ class Folder:
             # a private mapping: torch wants memory that may be written to, and nothing ever reaches the file
             return mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
 
+    def fetch(self, name: str, start: int, stop: int) -> None:
+        """Have bytes of a mapped file here: they are."""
+
     @contextmanager
     def _opened(self, name: str):
         """A descriptor of a plain file in this folder."""
-        if name != INDEX and not _NAMED.fullmatch(name):
+        if name != INDEX and not is_named(name):
             raise DamagedFile(f"{name[:80]!r} is no name of a file of a store.")
         path = self.path / name
         if path.is_symlink():
@@ -186,6 +224,16 @@ class Folder:
 
 def _private(path, flags) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o600)
+
+
+def is_named(name: str) -> bool:
+    """Whether a file of a store may have this name, apart from the index."""
+    return _NAMED.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file has the name of one that is being written."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 # -- contents -------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Rows that lie in files: looked at when they are first asked for, checked then, and never written to."""
 
 import mmap
+import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -42,6 +44,9 @@ class StoredRows:
         file (`RowFile`), offset (`int`), size (`int`): Which bytes of which file.
         checksum (`str`): Of these bytes.
         cold (`str`, *optional*): Their dtype where that is smaller than the model's.
+
+    Attributes:
+        is_read (`bool`): Whether the rows are here, and are what was saved.
     """
 
     def __init__(self, file: RowFile, offset: int, size: int, checksum: str, cold: str | None):
@@ -50,13 +55,14 @@ class StoredRows:
         self.size = size
         self.checksum = checksum
         self.cold = cold
-        self._is_checked = False
+        self.is_read = False
+        self._lock = threading.Lock()
 
     def is_there(self) -> bool:
         """Whether the file can be opened, or was."""
         try:
             self.file.open()
-        except DamagedFile:
+        except (DamagedFile, OSError):
             return False
         return True
 
@@ -66,16 +72,29 @@ class StoredRows:
         the checksum; raises `DamagedFile` if they are not what was saved.
         """
         data = self.file.open()
-        if not self._is_checked:
-            first = self.offset - self.offset % mmap.PAGESIZE
-            if hasattr(data, "madvise"):  # one long read instead of a fault for every few pages
-                data.madvise(mmap.MADV_WILLNEED, first, self.offset + self.size - first)
-            with memoryview(data) as view, view[self.offset : self.offset + self.size] as part:
-                if checksum([part]) != self.checksum:
-                    path = self.file.folder.path / self.file.name
-                    raise DamagedFile(f"{path}: the rows at byte {self.offset} are not what was saved")
-            self._is_checked = True
+        with self._lock:  # somebody may read ahead
+            if not self.is_read:
+                started, folder = time.perf_counter(), self.file.folder
+                try:
+                    folder.fetch(self.file.name, self.offset, self.offset + self.size)
+                except OSError:
+                    folder.speed.note(0, time.perf_counter() - started)  # so that not everybody waits for this again
+                    raise
+                self.announce()
+                with memoryview(data) as view, view[self.offset : self.offset + self.size] as part:
+                    if checksum([part]) != self.checksum:
+                        where = folder.where(self.file.name)
+                        raise DamagedFile(f"{where}: the rows at byte {self.offset} are not what was saved")
+                folder.speed.note(self.size, time.perf_counter() - started)
+                self.is_read = True
         return data, self.offset
+
+    def announce(self) -> None:
+        """Have the system read the bytes soon: in one piece, instead of a few pages at a time."""
+        data = self.file.open()
+        if hasattr(data, "madvise"):
+            first = self.offset - self.offset % mmap.PAGESIZE
+            data.madvise(mmap.MADV_WILLNEED, first, self.offset + self.size - first)
 
 
 class MappedSlab(Slab):
@@ -144,10 +163,10 @@ class MappedSlab(Slab):
         return self._slot("value_scales")
 
     def is_intact(self) -> bool:
-        """Whether its rows are what was saved. They are read for this if they were not yet."""
+        """Whether its rows can be had, and are what was saved. They are read for this if they were not yet."""
         try:
             self._slot("keys")
-        except DamagedFile:
+        except (DamagedFile, OSError):
             return False
         return True
 

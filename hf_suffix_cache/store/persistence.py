@@ -6,7 +6,6 @@ what is written, and `dormant.py` for what becomes of it once it is loaded.
 import importlib.metadata
 import logging
 import math
-import os
 import time
 from typing import NamedTuple
 
@@ -39,6 +38,7 @@ from .records import (
     is_amount,
     place_record,
 )
+from .remote import folder_of
 from .segments import Segment
 from .shelf import Sequence
 from .snapshot import Entry, Snapshot, amount
@@ -73,12 +73,12 @@ def save(store, path, shared_only: bool = False) -> Saved:
         ValueError: where the folder holds an `index.json` of another kind, or (`shared_only`) of somebody else.
         OSError: where it can't be written to; what was saved before is untouched then.
     """
-    folder = Folder(path)
+    folder = folder_of(path)
     folder.make()
     shared_in = folder if shared_only else None
     with folder.locked(WRITERS, writing=True), Snapshot(store, shared_in) as snapshot:
         if shared_only and folder.index_checksum() != store.dormant.folders.get(folder.key):
-            raise ValueError(f"{folder.path} was saved to by somebody else meanwhile: load it, and begin again.")
+            raise ValueError(f"{path} was saved to by somebody else meanwhile: load it, and begin again.")
         rows = RowWriter(folder)
         try:
             for part in snapshot.parts:
@@ -122,12 +122,11 @@ def load(store, path) -> None:
         ValueError: where the index, or the file with the tokens, is damaged or of another version. Rows that are
             missing or damaged are skipped, with a warning.
     """
-    folder = Folder(path)
-    if not os.path.lexists(folder.path / INDEX):
-        raise FileNotFoundError(f"no store in {folder.path}: there is no {INDEX}. `SuffixCache.save` makes one.")
+    folder = folder_of(path)
+    if not folder.has_index():
+        raise FileNotFoundError(f"no store in {path}: there is no {INDEX}. `SuffixCache.save` makes one.")
     with folder.locked(READERS, writing=False):
-        index = folder.read(INDEX, MAX_INDEX_BYTES)
-        contents = _read(folder, index, store.clock())
+        index, contents = _read_again(folder, store) if folder.is_remote else _read_once(folder, store)
     with store.lock:
         store.dormant.take(contents)
         store.dormant.folders[folder.key] = checksum([index])
@@ -140,7 +139,7 @@ def reopen(store, path) -> None:
     Raises:
         ValueError: where the folder holds a store that this one knows nothing of, while it is in use itself.
     """
-    folder = Folder(path)
+    folder = folder_of(path)
     found = folder.index_checksum()
     if found is None or found == store.dormant.folders.get(folder.key):
         return
@@ -148,7 +147,7 @@ def reopen(store, path) -> None:
         in_use = len(store.dormant) or any(shelf.segments for shelf in store.shelves.values())
     if in_use:
         raise ValueError(
-            f"{folder.path} holds a store that this cache was not loaded from, or that somebody else has saved to "
+            f"{path} holds a store that this cache was not loaded from, or that somebody else has saved to "
             "since. Make the cache with `SuffixCache.load(folder)`, or choose another folder."
         )
     load(store, path)
@@ -272,9 +271,29 @@ def _check_sizes(index: int, tokens: int) -> None:
 # -- reading --------------------------------------------------------------------------------------------------------
 
 
+def _read_once(folder: Folder, store) -> tuple[bytes, Contents]:
+    index = folder.read(INDEX, MAX_INDEX_BYTES)
+    return index, _read(folder, index, store.clock())
+
+
+def _read_again(folder: Folder, store) -> tuple[bytes, Contents]:
+    """The same where there are no locks: once more if somebody has saved to the folder meanwhile."""
+    for attempt in range(3):
+        before = folder.index_checksum()
+        try:
+            index, contents = _read_once(folder, store)
+        except DamagedFile:
+            if attempt == 2 or folder.index_checksum() == before:
+                raise
+            continue
+        if folder.index_checksum() == checksum([index]):
+            break
+    return index, contents
+
+
 def _read(folder: Folder, data: bytes, now: float) -> Contents:
     """What an index (its bytes) and the tokens in a folder say, checked."""
-    where = folder.path / INDEX
+    where = folder.where(INDEX)
     index = unpack_index(data, where)
     saved, files, shelves = (index.get(name) for name in ("saved", "files", "shelves"))
     if not is_amount(saved) or type(files) is not list or type(shelves) is not list:
@@ -304,7 +323,7 @@ def _read(folder: Folder, data: bytes, now: float) -> Contents:
 
 
 def _read_tokens(folder: Folder, record: TokensRecord) -> Arrays:
-    where = folder.path / record.name
+    where = folder.where(record.name)
     data = folder.read(record.name, MAX_TOKENS_BYTES)
     counts = {name: getattr(record, name) for name in Arrays.KINDS}
     start = _tokens_header(counts)

@@ -1,5 +1,6 @@
 """Everything that outlives a call: pools, shelves, and the order in which sequences are given up."""
 
+import functools
 import threading
 import time
 from collections import deque
@@ -82,7 +83,9 @@ class Store:
         with self.lock:
             self.dormant.wake(self, identity, place, shapes)
             shared = None if place.beside is None else self.shelves.get((identity, place.beside))
-            return Reading(self.shelf(identity, place, shapes), shared, self.sessions.get(place.scope))
+            own = self.shelf(identity, place, shapes)
+            slow = functools.partial(self.dormant.is_slow, row_seconds=self.usage.seconds_of(own.pool))
+            return Reading(own, shared, self.sessions.get(place.scope), slow)
 
     def expire(self) -> None:
         """Give up what sessions have not used for as long as they live; what a running call refers to stays."""

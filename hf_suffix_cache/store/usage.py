@@ -112,6 +112,10 @@ class Usage:
         if rows >= MEASURED_ROWS:
             self._seconds.setdefault(pool, deque(maxlen=NUM_MEASURED)).append(seconds / rows)
 
+    def seconds_of(self, pool: BlockPool) -> float | None:
+        """Seconds that a row of a pool's model takes; None while that is not known."""
+        return float(np.median(self._seconds[pool])) if pool in self._seconds else None
+
     def row_seconds(self) -> dict[BlockPool, float]:
         """Seconds that a row of each pool's model takes; 1 for all of them while one is not known."""
         pools = self.pools.values()
