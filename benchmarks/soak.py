@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.soak_checks import Gate, RowsOfThread, Warnings, difference, finite, rounding
+from benchmarks.soak_checks import Gate, RowsOfThread, Warnings, difference, finite
 from benchmarks.soak_traffic import ANONYMOUS, SCOPES, SESSIONS, SHARED, TTL, Traffic, text
 from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.config import PoolExhausted
@@ -32,6 +32,7 @@ from reference import (
     first_layer_is_fresh,
     kl,
     served,
+    stock_rounding,
     view_of,
     view_rows,
 )
@@ -354,7 +355,9 @@ class Worker(threading.Thread):
         """Two answers must be the same; where they are further apart than O1 allows, about as far as stock's own."""
         worst, parted = difference(got, want, greedy)
         if worst >= TOLERANCE:
-            stock = max(rounding(subject.model, [each for each in ids if each != PAD]) for ids in want.ids.tolist())
+            stock = max(
+                stock_rounding(subject.model, [each for each in ids if each != PAD]) for ids in want.ids.tolist()
+            )
             assert worst < max(TOLERANCE, ROUNDINGS * stock), f"logits {worst:.2e} off, stock in two parts {stock:.2e}"
             self.soak.count("differences above 1e-4")
         self.soak.checked(worst, parted)

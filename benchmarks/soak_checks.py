@@ -4,12 +4,10 @@ import logging
 import threading
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from transformers import DynamicCache
 
 from benchmarks import soak_traffic  # noqa: F401  it finds the tests' modules
-from reference import TOLERANCE, Answer, cache_name, first_decoder_layer
+from reference import TOLERANCE, Answer, first_decoder_layer
 
 LARGEST = 1e-3  # difference of logits that rounding is ever taken for
 
@@ -110,19 +108,6 @@ def difference(got: Answer, want: Answer, greedy: bool = True) -> tuple[float, b
         assert got.ids.tolist() == want.ids.tolist(), "other tokens"
     assert worst < LARGEST, f"max abs logit difference {worst:.2e}"
     return worst, parted
-
-
-def rounding(model, ids: list[int]) -> float:
-    """How far the last logits of a text are apart that transformers runs in one piece and in two, at most."""
-    tokens, worst = torch.tensor([ids]), 0.0
-    with torch.no_grad():
-        want = model(tokens).logits[0, -8:]
-        for split in np.linspace(1, len(ids) - 9, 12).astype(int).tolist():
-            cache = DynamicCache()
-            model(tokens[:, :split], use_cache=True, **{cache_name(model): cache})
-            got = model(tokens[:, split:], use_cache=True, **{cache_name(model): cache}).logits[0, -8:]
-            worst = max(worst, (got - want).abs().max().item())
-    return worst
 
 
 def finite(answer: Answer) -> None:

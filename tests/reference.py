@@ -172,6 +172,19 @@ def first_layer_is_fresh(model, rows, ids, tolerance: float = 1e-5) -> None:
     )
 
 
+def stock_rounding(model, ids) -> float:
+    """How far the last logits of a text are apart that transformers runs in one piece and in two, at most."""
+    tokens, worst = as_batch(ids), 0.0
+    with torch.no_grad():
+        want = model(tokens).logits[0, -8:]
+        for split in sorted({int(cut) for cut in np.linspace(1, tokens.shape[1] - 9, 12) if cut >= 1}):
+            cache = DynamicCache()
+            model(tokens[:, :split], use_cache=True, **{cache_name(model): cache})
+            got = model(tokens[:, split:], use_cache=True, **{cache_name(model): cache}).logits[0, -8:]
+            worst = max(worst, (got - want).abs().max().item())
+    return worst
+
+
 # -- work -----------------------------------------------------------------------------------------------------------
 
 
