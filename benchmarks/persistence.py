@@ -8,6 +8,7 @@ Stores on disk: how soon one opens, what a restart keeps, and what crashes and d
 | `kill` | is a store whole after `kill -9` at a random moment of a save (no model) |
 | `together` | is what readers find whole while other processes save to the same folder (no model) |
 | `fuzz` | what becomes of damaged and hostile files (a tiny random Llama) |
+| `register` | 10,000 passages of a tiny model and 1,000 of SmolLM2-135M in bf16 go to a folder, by a killed process |
 
 Parts `kill`, `together` and `fuzz` give counts, for which the machine may be busy. Run the others alone.
 
@@ -32,20 +33,21 @@ from tqdm import tqdm
 from benchmarks.calls import ask
 from benchmarks.common import MODELS, Options, Results, load_model, parse, wilson
 from benchmarks.persistence_faults import fuzz, kill, together
+from benchmarks.persistence_register import register
 from benchmarks.persistence_stores import SMOLLM2, opened, synthetic
 from benchmarks.speed_workloads import requests
 from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.store import persistence
 
 OPEN_TARGET = 0.2  # seconds, of 2 GB
-PARTS = ("open", "restart", "kill", "together", "fuzz")
+PARTS = ("open", "restart", "kill", "together", "fuzz", "register")
 
 
 @dataclass
 class PersistenceOptions(Options):
     """
-    `n` kills, files or opened stores (0: 200, 500, 20); a folder for the stores, empty for one that is removed again;
-    `serve` is what `restart` calls itself with in the new process.
+    `n` kills, files, opened stores or passages (0: 200, 500, 20, all); a folder for the stores, empty for one that is
+    removed again; `serve` is what `restart` calls itself with in the new process.
     """
 
     n: int = 0
@@ -202,7 +204,14 @@ def main() -> None:
     parts = PARTS if options.part == "all" else (options.part,)
     if not set(parts) <= set(PARTS):
         raise SystemExit(f"--part must be `all` or one of {', '.join(PARTS)}, got {options.part!r}.")
-    functions = {"open": open_store, "restart": restart, "kill": kill, "together": together, "fuzz": fuzz}
+    functions = {
+        "open": open_store,
+        "restart": restart,
+        "kill": kill,
+        "together": together,
+        "fuzz": fuzz,
+        "register": register,
+    }
     for part in parts:
         with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
             functions[part](options, Path(folder) / "store")
