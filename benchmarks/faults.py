@@ -49,7 +49,7 @@ COUNTED = (
 
 @dataclass
 class FaultsOptions(Options):
-    """`part`: `machine` or `inject`; `n`: seeds of the machine; `steps`: of each seed; `journal`: of finished seeds."""
+    """`part`: `machine` or `inject`; `n`, `steps`: seeds of the machine, and of each; `journal`: of finished seeds."""
 
     n: int = 20
     threads: int = 1
