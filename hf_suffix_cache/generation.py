@@ -170,22 +170,23 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
 @contextmanager
 def hooked(model):
     """One counted pair of hooks on a model; they act on the view that they find in a forward's arguments."""
-    with _lock:
-        entry = _hooked.setdefault(model, [0, [], ()])
-        entry[0] += 1
+    call = object()
     try:  # whatever stands in here is undone also after an interrupt
         with _lock:
-            if entry[0] == 1:
-                _take_off(entry[1])  # what an interrupt has left of an earlier call's
-                entry[2] = groupable_configs(model)
-                _hook(model, entry[1])
+            calls, undo, groups = _hooked.setdefault(model, (set(), [], []))
+            calls.add(call)
+            if len(calls) == 1:
+                _take_off(undo)  # what an interrupt has left of an earlier call's
+                groups[:] = groupable_configs(model)
+                _hook(model, undo)
         yield
     finally:
         end_forward()  # of a forward that an interrupt ended without its hooks
         with _lock:
-            entry[0] -= 1
-            if entry[0] == 0:
-                _take_off(entry[1])
+            calls, undo, _ = _hooked.get(model, (set(), [], []))
+            calls.discard(call)
+            if not calls:
+                _take_off(undo)
                 _hooked.pop(model, None)
 
 

@@ -127,7 +127,6 @@ class Request:
         self._shares = False  # whether the view lies over memory of a stored conversation
         self._resumed = False
         self._all_logits = False
-        self._adopted = None
         self._heals = config.heal_rows > 0  # until it is clear whether this call can
         self.healer: Healer | None = None
         self.batch: PromptBatch | None = None
@@ -303,6 +302,7 @@ class Request:
 
                 planned = PlannedRow.make(ids, pad, match, find_runs, keep_last or len(ids), config)
                 view.shelf.pin(planned.segments())
+                view.lease.plans.append(planned.served)
                 self.rows.append(planned)
                 self._touch(planned)
                 view.store.usage.ask(view.shelf, planned.served)
@@ -341,7 +341,7 @@ class Request:
             healed_in_place = self._heals and bool((row.kinds == CARRIED).any())
             if whole and rows == 1 and row.pad == 0 and self.adopt and not healed_in_place:
                 extent = store.adopt(view.shelf, sequence, columns)
-                self._adopted = sequence if extent is not None else None
+                view.lease.adopted = sequence if extent is not None else None
                 in_place = row.prefix_length if extent is not None else 0
                 self._shares = extent is not None
             if extent is None:
@@ -359,17 +359,21 @@ class Request:
 
     def _drop_plan(self) -> None:
         """Back to an empty view."""
-        with self.view.store.lock:
-            for row in self.rows:
-                self.view.shelf.unpin(row.segments())
-            self.rows = []
-            self._give_back()
-        self.view.close()
+        self.rows = []
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Hold nothing any more, after a fault that may have come in the middle of anything."""
+        store = self.view.store
+        store.unsure = True
+        self.view.lease.end()
+        self.view.unbind()
+        store.mend()
 
     def _give_back(self) -> None:
-        if self._adopted is not None:
-            self._adopted.busy = False
-            self._adopted = None
+        sequence, self.view.lease.adopted = self.view.lease.adopted, None
+        if sequence is not None:
+            sequence.busy = False
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -394,31 +398,35 @@ class Request:
                     self.stored = store_rows(self, tokens, handed_out)
             except Exception:  # the answer is there and right: a fault in storing must not take it from the caller
                 logger.warning("storing failed: the rows of this model are forgotten", exc_info=True)
-                view.store.drop(view.shelf)
+                view.store.abandon(view.shelf)
             self._close(handed_out)
         self.report.timings["total"] = time.perf_counter() - self.started
 
     def abort(self) -> None:
-        """The call failed: nothing is stored, everything is let go."""
-        if self.state == "closed":
-            return
-        with self.view.store.lock:
-            self._give_back()
-            self._close(handed_out=False)
+        """
+        The call failed, or its caller has broken it off, which may have been in the middle of its end: nothing more is
+        stored, everything is let go.
+        """
+        self._let_go()
+        self._forget()
 
     def _close(self, handed_out: bool) -> None:
-        self.state = "closed"
-        self._open.close()
-        for row in self.rows:
-            self.view.shelf.unpin(row.segments())
-        # a cycle, or the frequencies' hold on the model, would keep both alive until a garbage collection
-        self.passes = None
-        self.view.request = self.frequencies = self.regimes = self.same_model = None
-        self.reading_of = self.shared_of = None
+        plans, self.view.lease.plans = self.view.lease.plans, []
+        for plan in plans:
+            self.view.shelf.unpin(plan.segments)
+        self._forget()
         if handed_out:
             self.view.hand_out(self._shares)
         else:
             self.view.close()
+
+    def _forget(self) -> None:
+        """Closed: a cycle, or the frequencies' hold on the model, would keep both alive until a garbage collection."""
+        self.state = "closed"
+        self._open.close()
+        self.passes = None
+        self.view.request = self.frequencies = self.regimes = self.same_model = None
+        self.reading_of = self.shared_of = None
 
 
 @functools.lru_cache(maxsize=64)

@@ -216,7 +216,7 @@ class View(Cache):
         self.own_layers = [layer for layer in self.layers if not isinstance(layer, NoRows)]
         self.store = store
         self.shelf = shelf
-        self._lease: list[Extent | None] = [None]  # shared with the finalizer of a view that was handed out
+        self.lease = store.leases.new(shelf.pool)
         self.slots: torch.Tensor | None = None  # columns of a scattered forward, on the device ...
         self.columns: np.ndarray | None = None  # ... and on the host
         self.total = 0
@@ -231,13 +231,16 @@ class View(Cache):
     @property
     def extent(self) -> Extent | None:
         """The rows that the view lies over."""
-        return self._lease[0]
+        return self.lease.extents[-1] if self.lease.extents else None
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def lay_over(self, extent: Extent) -> None:
-        """Use an extent (whose references become the view's own) instead of the current one."""
-        self._lease[0] = extent
+        """
+        Use an extent, whose references become the view's own, from now on. One of the pool must come to it under the
+        same hold of the store's lock that it was allocated under: between calls the lease names all references.
+        """
+        self.lease.extents.append(extent)
         pool = self.shelf.pool
         # a view tensor made in inference mode could not be written in a later grad-enabled forward
         with torch.inference_mode(False):
@@ -249,22 +252,28 @@ class View(Cache):
         """Make room for `columns` columns: in place if the blocks behind are free, else by one copy."""
         old = self.extent
         if old is not None and old.batch == batch == 1:
-            grown = None
             with self.store.lock:
                 grown = self.shelf.pool.grow_in_place(old, columns + GROWTH_ROWS)
                 if grown is not None:
+                    self.lay_over(grown)
+                    self.lease.extents.remove(old)
                     self.shelf.pool.release(old)
-            if grown is not None:
-                self.lay_over(grown)
-                return
+                    return
         before = [(layer.keys, layer.values) for layer in self.own_layers]
-        self.lay_over(self.store.allocate(self.shelf, columns + max(GROWTH_ROWS, columns // 2), batch))
+        with self.store.lock:
+            self.lay_over(self.store.allocate(self.shelf, columns + max(GROWTH_ROWS, columns // 2), batch))
         for layer, (keys, values) in zip(self.own_layers, before, strict=True):
             if keys is not None and keys.shape[0] == batch:
                 layer._keys[:, :, : keys.shape[2]] = keys
                 layer._values[:, :, : values.shape[2]] = values
         if old is not None:
-            self.store.release(self.shelf, old)
+            self._leave(old)
+
+    def _leave(self, extent: Extent) -> None:
+        """Give an extent back that the view does not lie over any more."""
+        with self.store.lock:
+            self.lease.extents.remove(extent)
+            self.store.release(self.shelf, extent)
 
     def _move(self, extent: Extent) -> None:
         """Copy what there is to another extent, and lie over that."""
@@ -272,16 +281,19 @@ class View(Cache):
         self.lay_over(extent)
         for layer, (keys, values) in zip(self.own_layers, before, strict=True):
             layer.keys[:], layer.values[:] = keys, values
-        self.store.release(self.shelf, old)
+        self._leave(old)
 
     def close(self) -> None:
         """Give the extent back. The view is empty then."""
+        self.unbind()
+        for extent in list(self.lease.extents):
+            self._leave(extent)
+
+    def unbind(self) -> None:
+        """Be empty, whatever becomes of the extent."""
         for layer in self.layers:
             layer.bind(None, None)
             layer.reset()
-        if self.extent is not None:
-            self.store.release(self.shelf, self.extent)
-            self._lease[0] = None
 
     def hand_out(self, shares: bool) -> None:
         """
@@ -290,7 +302,7 @@ class View(Cache):
         """
         if shares:
             self._move(self.shelf.pool.allocate_private(self.extent.rows, self.extent.batch))
-        weakref.finalize(self, self.store.release_later, self.shelf, self._lease)
+        weakref.finalize(self, self.store.leases.leave, self.lease)
         self.request = None
 
     # -- passes -------------------------------------------------------------------------------------------------
@@ -418,8 +430,9 @@ class View(Cache):
         self.altered = True
         old = self.extent
         before = [(layer.keys, layer.values) for layer in self.own_layers]
-        self.lay_over(self.store.allocate(self.shelf, old.rows, len(rows)))
+        with self.store.lock:
+            self.lay_over(self.store.allocate(self.shelf, old.rows, len(rows)))
         for layer, (keys, values) in zip(self.own_layers, before, strict=True):
             layer._keys[:, :, : layer.length] = keys.index_select(0, rows.to(keys.device))
             layer._values[:, :, : layer.length] = values.index_select(0, rows.to(values.device))
-        self.store.release(self.shelf, old)
+        self._leave(old)

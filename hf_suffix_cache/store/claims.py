@@ -91,7 +91,7 @@ class Claims:
                 home.unpin([segment])
         assert segment.references == 0, "somebody who is not known here refers to a segment"
         if findable:
-            home.windows.add(part)
+            home.make_findable(part)
         return len(segment) - len(rows)
 
 

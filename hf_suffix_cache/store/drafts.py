@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .pool import Extent
-from .segments import EXACT
-from .shelf import Recipe, Shelf, joined
+from .room import pack
+from .segments import DERIVED, EXACT, Segment
+from .shelf import Recipe, Sequence, Shelf, joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,11 @@ class Draft:
     reach: np.ndarray | None = None
     expected_kl: float | None = None
 
+    @property
+    def own_rows(self) -> int:
+        """Rows that its call has computed."""
+        return int((self.served.which < 0).sum())
+
     def shared_front(self, length: int, shelf: Shelf) -> "Draft | None":
         """
         Its first `length` rows, as far as they are exact, to be stored on a shared shelf: it knows nothing of the
@@ -61,3 +67,44 @@ class Draft:
             reach=reach,
             expected_kl=None,
         )
+
+
+def sequence_of(
+    shelf: Shelf, draft: Draft, copy: bool, frequencies, shared: Shelf | None, now: float
+) -> Sequence | None:
+    """
+    The draft as a sequence: stored exact rows first, then served rows, its own rows in new segments; None if those
+    were to be copied (`copy`), and there was no room for it.
+    """
+    fronts = [each.exact_prefixes.longest(draft.ids[: draft.exact], 1) for each in (shared, shelf) if each]
+    stored, front = max(((None, 0), *(found for part in fronts for found in part)), key=lambda found: found[1])
+    rows = np.arange(len(draft.ids))
+    own = (draft.served.which < 0) & (rows >= front)
+    recipe = joined(stored.recipe.head(front) if front else Recipe.empty(), draft.served, front)
+    known = len(recipe.segments)
+    for state in (EXACT, DERIVED):
+        positions = np.flatnonzero(own & ((rows < draft.exact) == (state == EXACT)))
+        if len(positions) == 0:
+            continue
+        segment = Segment(
+            ids=draft.ids[positions],
+            positions=positions,
+            context=draft.ids,
+            addresses=draft.extent.addresses(draft.row, draft.pad + positions),
+            state=state,
+            hops=0 if state == EXACT else draft.hops,
+            last_used=now,
+            created=now,
+            reach=None if draft.reach is None else draft.reach[positions],
+        )
+        shelf.pool.retain_rows(segment.addresses)
+        if copy and not pack(shelf.pool, [segment], frequencies=frequencies):
+            for own in [*recipe.segments[known:], segment]:
+                shelf.pool.release_rows(own.addresses)
+            return None
+        recipe.which[positions] = len(recipe.segments)
+        recipe.offset[positions] = np.arange(len(positions))
+        recipe.segments.append(segment)
+    approximate = draft.exact < len(draft.ids)
+    expected = draft.expected_kl if approximate else None
+    return Sequence(draft.ids, recipe, draft.exact, draft.prompt_length, draft.hops, expected_kl=expected)

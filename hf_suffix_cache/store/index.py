@@ -95,6 +95,11 @@ class WindowIndex:
         return segment in self._places
 
     @property
+    def segments(self) -> list[Segment]:
+        """Indexed segments."""
+        return list(self._places)
+
+    @property
     def num_windows(self) -> int:
         """Number of stored windows."""
         return len(self._table)

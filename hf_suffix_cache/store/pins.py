@@ -40,7 +40,11 @@ def check_share(store, identity, scope: Scope, shapes: tuple, texts: Collection[
 def pin(store, identity, scope: Scope, ids: np.ndarray) -> bool:
     """Pin a text (`ids`, `[rows]`) that is stored from its first token to its last; False if it is not."""
     with store.lock:
-        return any([_pin(shelf, ids, store.clock()) for shelf in _shelves(store, identity, scope)])
+        try:
+            return any([_pin(shelf, ids, store.clock()) for shelf in _shelves(store, identity, scope)])
+        except BaseException:
+            store.unsure = True
+            raise
 
 
 def unpin(store) -> int:

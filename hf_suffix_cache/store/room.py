@@ -48,8 +48,8 @@ def give_growth_room(shelf: Shelf, sequence: Sequence, view: Extent) -> None:
         if first <= segment.addresses[0] <= last:
             moved = segment.addresses - first + int(new.addresses(0, rows[:1])[0])
             pool.retain_rows(moved)
-            pool.release_rows(segment.addresses)
-            segment.addresses = moved
+            left, segment.addresses = segment.addresses, moved
+            pool.release_rows(left)
     shelf.keep_extent(sequence, new)
     pool.release(new)
 
@@ -113,8 +113,8 @@ def pack(
         return False
     copy_to(pool, np.concatenate([segment.addresses for segment in segments]), np.concatenate(places), frequencies)
     for segment, addresses in zip(segments, places, strict=True):
-        pool.release_rows(segment.addresses)
-        segment.addresses = addresses
+        left, segment.addresses = segment.addresses, addresses
+        pool.release_rows(left)  # last: between any two steps a segment's rows are where it says
     return True
 
 

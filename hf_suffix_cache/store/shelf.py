@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -168,6 +169,7 @@ class Shelf:
         self.rows = 0  # in memory, of all segments
         # apart from the windows of copies, of which there are as many of a text as its index allows
         self.mean_windows = WindowIndex(device=device)
+        self._unsure: set[WindowIndex | PrefixIndex] = set()  # those that are being changed
 
     @property
     def bytes_used(self) -> int:
@@ -205,7 +207,7 @@ class Shelf:
             if segment.home is None:
                 self._enter(segment)
                 if segment.movable:
-                    self.windows.add(segment)
+                    self.make_findable(segment)
         self._hold(sequence.recipe.segments)
         self._index(sequence)
 
@@ -213,7 +215,11 @@ class Shelf:
         """Enter a segment that was saved, whose rows must hold their blocks, before what refers to it is added."""
         self._enter(segment)
         if findable:
-            self.windows.add(segment)
+            self.make_findable(segment)
+
+    def make_findable(self, segment: Segment) -> bool:
+        """Let prompts find a segment of this shelf; False if it is of no use to them."""
+        return self._change(self.windows.add, segment)
 
     def came_in(self, segment: Segment, warm: bool) -> None:
         """A segment's rows lie in the pool from now on, in the model's dtype if they are `warm`."""
@@ -272,7 +278,7 @@ class Shelf:
         if mean not in self.segments:
             self._enter(mean)
         self._hold([mean])
-        if self.mean_windows.add(mean):
+        if self._change(self.mean_windows.add, mean):
             return True
         self.forget_mean(mean)
         return False
@@ -280,7 +286,7 @@ class Shelf:
     def forget_mean(self, mean: Segment) -> None:
         """Let a mean go. Its rows stay as long as anything else refers to them."""
         del self.means[mean]
-        self.mean_windows.remove(mean)
+        self._change(self.mean_windows.remove, mean)
         self._let_go([mean])
 
     def keep_extent(self, sequence: Sequence, extent: Extent) -> None:
@@ -359,7 +365,7 @@ class Shelf:
             self.warm.pop(segment, None)
             if not self.pool.is_mapped(segment.addresses):
                 self.rows -= len(segment)
-            self.windows.remove(segment)
+            self._change(self.windows.remove, segment)
 
     def _hold(self, segments: list[Segment]) -> None:
         for segment in segments:
@@ -372,13 +378,51 @@ class Shelf:
         self.unpin(segments)
 
     def _index(self, sequence: Sequence) -> None:
-        if sequence.exact:
-            self.exact_prefixes.add(sequence.ids[: sequence.exact], sequence)
-        if sequence.exact < len(sequence.ids):
-            self.conversations.add(sequence.ids, sequence)
+        for index, ids in self._places(sequence):
+            self._change(index.add, ids, sequence)
 
     def _unindex(self, sequence: Sequence) -> None:
-        if sequence.exact:
-            self.exact_prefixes.remove(sequence.ids[: sequence.exact], sequence)
-        if sequence.exact < len(sequence.ids):
-            self.conversations.remove(sequence.ids, sequence)
+        for index, ids in self._places(sequence):
+            self._change(index.remove, ids, sequence)
+
+    def _places(self, sequence: Sequence) -> list[tuple[PrefixIndex, np.ndarray]]:
+        """By what tokens a sequence can be found, and where."""
+        exact = [(self.exact_prefixes, sequence.ids[: sequence.exact])] if sequence.exact else []
+        return exact + ([(self.conversations, sequence.ids)] if sequence.exact < len(sequence.ids) else [])
+
+    def _change(self, change: Callable, *args):
+        """Change an index. Where that is broken off, the index stays unsure."""
+        self._unsure.add(change.__self__)
+        done = change(*args)
+        self._unsure.discard(change.__self__)
+        return done
+
+    # -- after a change that was broken off ---------------------------------------------------------------------
+
+    def drop_halves(self) -> None:
+        """Forget sequences that were not stored to the end, and means that can't be found."""
+        for sequence in list(self.sequences):
+            homes = ((segment, segment.home and segment.home()) for segment in sequence.recipe.segments)
+            if any(home is None or segment not in home.segments for segment, home in homes):
+                del self.sequences[sequence]
+        self.kept = {sequence: None for sequence in self.sequences if sequence.extent is not None}
+        self.mean_windows = self._mended(self.mean_windows, [each for each in self.means if each in self.segments])
+        self.means = {mean: None for mean in self.means if mean in self.mean_windows}
+
+    def reindex(self) -> None:
+        """Make sure that sequences can be found, and segments, and nothing that is not there."""
+        self.windows = self._mended(self.windows, [each for each in self.segments if not each.is_mean])
+        self.exact_prefixes, self.conversations = PrefixIndex(), PrefixIndex()
+        for sequence in self.sequences:
+            self._index(sequence)
+        self._unsure.clear()
+
+    def _mended(self, windows: WindowIndex, segments: list[Segment]) -> WindowIndex:
+        """An index of no more than these segments: the old one, unless it was being changed."""
+        if windows in self._unsure:
+            windows = WindowIndex(device=windows.device)
+            for segment in segments:
+                windows.add(segment)
+        for segment in set(windows.segments).difference(segments):
+            windows.remove(segment)
+        return windows

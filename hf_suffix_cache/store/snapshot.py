@@ -50,6 +50,8 @@ class Snapshot:
         self._store = store
         self._shared_in = shared_in
         self._pinned: dict[Segment, Shelf] = {}
+        self._lease = store.leases.new()
+        self._lease.plans.append(self)
         self.parts: list[Part] = []
         self.now = 0.0
         self.untold = 0
@@ -58,15 +60,22 @@ class Snapshot:
         try:
             self._fill()
         except BaseException:
-            self.__exit__()
+            self.__exit__(BaseException)
             raise
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, error=None, *rest) -> None:
         with self._store.lock:
+            if error is not None:  # whatever it came in the middle of
+                self._store.unsure, self._pinned = True, {}
             for segment, shelf in self._pinned.items():
                 shelf.unpin([segment])
             self._pinned = {}
+
+    @property
+    def segments(self) -> list[Segment]:
+        """What it has pinned."""
+        return list(self._pinned)
 
     def source(self, part: Part, segment: Segment) -> Callable[[list[Piece]], list[torch.Tensor]] | None:
         """What gives the rows of a segment, tensor by tensor, and lets it go: None of one that lies in a file."""

@@ -17,20 +17,35 @@ from .compaction import CompactionResult, compact_pool
 from .consensus import Computed, learn
 from .cooling import cold_dtype
 from .dormant import Dormant
-from .drafts import Draft
+from .drafts import Draft, sequence_of
 from .eviction import policy_of
+from .leases import Leases
+from .mending import mend
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .reading import Reading
-from .room import PATIENCE, demote_old, give_growth_room, pack
+from .room import PATIENCE, demote_old, give_growth_room
 from .scopes import Place, Scope
-from .segments import DERIVED, EXACT, Segment
 from .sessions import Sessions
-from .shelf import Recipe, Sequence, Shelf, joined
+from .shelf import Sequence, Shelf
 from .steward import Steward
 from .topic import Topic
 from .usage import Usage
 
 MAX_HAPPENED = 1024  # evictions and expiries that wait to be told
+
+
+def _changes(method):
+    """Where this is broken off, the store is put in order before it is used again."""
+
+    @functools.wraps(method)
+    def changing(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self.unsure = True
+            raise
+
+    return changing
 
 
 class Store:
@@ -63,11 +78,13 @@ class Store:
         )
         self.expirations = 0
         self.happened: deque[tuple[str, Scope, int]] = deque(maxlen=MAX_HAPPENED)  # to be told, see `Events`
-        self._orphans: deque[tuple[BlockPool, Extent]] = deque()
+        self.leases = Leases()
+        self.unsure = False  # whether a call, or a change, was broken off
         self._uncontinued = 0  # calls in a row that continued no stored conversation
 
     # -- what views ask for -------------------------------------------------------------------------------------
 
+    @_changes
     def shelf(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Shelf:
         """The shelf of an identity and place; made at first use."""
         with self.lock:
@@ -78,6 +95,7 @@ class Store:
                 self.sessions.look_at((identity, place), self.clock())
             return shelf
 
+    @_changes
     def reading(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Reading:
         """What a call of an identity and place is served from."""
         with self.lock:
@@ -87,6 +105,7 @@ class Store:
             slow = functools.partial(self.dormant.is_slow, row_seconds=self.usage.seconds_of(own.pool))
             return Reading(own, shared, self.sessions.get(place.scope), slow)
 
+    @_changes
     def expire(self) -> None:
         """Give up what sessions have not used for as long as they live; what a running call refers to stays."""
         with self.lock:
@@ -110,6 +129,7 @@ class Store:
                     if all(other.scope != shelf.scope for other in self.shelves.values()):
                         self.sessions.forget(shelf.scope)
 
+    @_changes
     def open_session(self, scope: Scope, ttl: float | None) -> None:
         """A call of a session begins, whose rows live for `ttl` seconds unused from now on."""
         with self.lock:
@@ -120,6 +140,7 @@ class Store:
                     self.sessions.look_at(key, now)
             self.sessions.open(scope, ttl, now)
 
+    @_changes
     def allocate(self, shelf: Shelf, rows: int, batch: int = 1, prompts=None, plans=()) -> Extent:
         """
         An extent from the pool, for which sequences are given up; outside the pool if that is not enough, or if what
@@ -150,6 +171,7 @@ class Store:
             f"the caller holds the call's cache, and {self.steward.limit()} had no room for a copy: it was not stored"
         )
 
+    @_changes
     def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
         """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
         with self.lock:
@@ -159,17 +181,14 @@ class Store:
             sequence.busy = extent is not None
             return extent
 
+    @_changes
     def release(self, shelf: Shelf, extent: Extent) -> None:
         """Take a view's reference from its extent, and tidy up what its call has left."""
         with self.lock:
             shelf.pool.release(extent)
             self._tidy(shelf.pool)
 
-    def release_later(self, shelf: Shelf, lease: list[Extent | None]) -> None:
-        """The same from a finalizer, which must not touch the store while another frame of the thread works on it."""
-        if lease[0] is not None:
-            self._orphans.append((shelf.pool, lease[0]))
-
+    @_changes
     def commit(
         self,
         shelf: Shelf,
@@ -203,9 +222,9 @@ class Store:
             if self.config.consensus and self.config.fidelity != "exact":  # else nobody would be served by a mean
                 self._learn(shelf, draft, frequencies)
             # room for copies of the rows that the call has computed
-            if handed_out and not self.steward.have_rows(shelf.pool, _own_rows(draft) + 2 * self.config.block_size):
+            if handed_out and not self.steward.have_rows(shelf.pool, draft.own_rows + 2 * self.config.block_size):
                 return None
-            sequence = self._build(shelf, draft, handed_out, frequencies, shared)
+            sequence = sequence_of(shelf, draft, handed_out, frequencies, shared, self.clock())
             if sequence is None:
                 return None
             if keep is not None:
@@ -225,6 +244,7 @@ class Store:
 
     # -- managing -----------------------------------------------------------------------------------------------
 
+    @_changes
     def clear(self, scope: Scope | None = None) -> None:
         """Forget everything, or one scope. Running calls keep their views, and store nothing when they end."""
         with self.lock:
@@ -239,17 +259,27 @@ class Store:
             for pool in self.pools.values():
                 pool.trim()
 
+    @_changes
     def forget(self, identity) -> None:
         """Forget all rows of an identity: its weights have changed or are gone."""
         with self.lock:
             for key in [key for key in self.shelves if key[0] is identity]:
                 self._drop_shelf(key)
 
-    def drop(self, shelf: Shelf) -> None:
-        """Forget all rows of the identity that a shelf is of: other shelves may refer to its segments."""
+    def abandon(self, shelf: Shelf) -> None:
+        """Forget all rows of the identity that a shelf is of (others refer to its segments), in whatever state."""
         with self.lock:
+            self.unsure = True
             for identity in [key[0] for key, held in self.shelves.items() if held is shelf]:
-                self.forget(identity)
+                for key in [key for key in self.shelves if key[0] is identity]:
+                    del self.shelves[key]
+            self.mend()
+
+    def mend(self) -> None:
+        """Put all counts and indices in order, after a change may have been broken off."""
+        with self.lock:
+            mend(self)
+            self.unsure = False
 
     def forget_lost(self, lost: Callable) -> None:
         """Forget identities of which `lost(identity)` says that their model is gone."""
@@ -257,6 +287,7 @@ class Store:
             for identity in {key[0] for key in self.shelves if lost(key[0])}:
                 self.forget(identity)
 
+    @_changes
     def compact(self) -> CompactionResult:
         """Defragment every pool; returns bytes moved and blocks freed."""
         with self.lock:
@@ -338,18 +369,23 @@ class Store:
         for mean in list(shelf.means):
             shelf.forget_mean(mean)
 
+    @_changes
     def _catch_up(self) -> None:
         """Let go of what has expired, and of the views that their callers have dropped."""
+        if self.unsure:
+            self.mend()
         self._release_orphans()
         self.expire()
         self.dormant.drop_damaged(self)
 
     def _release_orphans(self) -> None:
         freed = set()
-        while self._orphans:
-            pool, extent = self._orphans.popleft()
-            pool.release(extent)
-            freed.add(pool)
+        while (lease := self.leases.next_orphan()) is not None:
+            extents = lease.extents
+            lease.end()
+            for extent in extents:
+                lease.pool.release(extent)
+            freed.add(lease.pool)
         for pool in freed:
             self._tidy(pool)
 
@@ -394,52 +430,9 @@ class Store:
         addresses = draft.extent.addresses(draft.row, draft.pad + rows)
         learn(shelf, Computed(draft.ids, draft.served.which < 0, hops, addresses), frequencies, self.clock())
 
-    def _build(self, shelf: Shelf, draft: Draft, copy: bool, frequencies, shared: Shelf | None) -> Sequence | None:
-        """
-        The draft as a sequence: stored exact rows first, then served rows, its own rows in new segments; None if those
-        were to be copied (`copy`), and there was no room for it.
-        """
-        fronts = [each.exact_prefixes.longest(draft.ids[: draft.exact], 1) for each in (shared, shelf) if each]
-        stored, front = max(((None, 0), *(found for part in fronts for found in part)), key=lambda found: found[1])
-        rows = np.arange(len(draft.ids))
-        own = (draft.served.which < 0) & (rows >= front)
-        recipe = joined(stored.recipe.head(front) if front else Recipe.empty(), draft.served, front)
-        known = len(recipe.segments)
-        for state in (EXACT, DERIVED):
-            positions = np.flatnonzero(own & ((rows < draft.exact) == (state == EXACT)))
-            if len(positions) == 0:
-                continue
-            segment = Segment(
-                ids=draft.ids[positions],
-                positions=positions,
-                context=draft.ids,
-                addresses=draft.extent.addresses(draft.row, draft.pad + positions),
-                state=state,
-                hops=0 if state == EXACT else draft.hops,
-                last_used=self.clock(),
-                created=self.clock(),
-                reach=None if draft.reach is None else draft.reach[positions],
-            )
-            shelf.pool.retain_rows(segment.addresses)
-            if copy and not pack(shelf.pool, [segment], frequencies=frequencies):
-                for own in [*recipe.segments[known:], segment]:
-                    shelf.pool.release_rows(own.addresses)
-                return None
-            recipe.which[positions] = len(recipe.segments)
-            recipe.offset[positions] = np.arange(len(positions))
-            recipe.segments.append(segment)
-        approximate = draft.exact < len(draft.ids)
-        expected = draft.expected_kl if approximate else None
-        return Sequence(draft.ids, recipe, draft.exact, draft.prompt_length, draft.hops, expected_kl=expected)
-
     def _demote_old(self) -> None:
         """Keep the extents of the newest conversations; pack the rows of the others."""
         demote_old(list(self.shelves.values()), self.config.keep_conversations, self._uncontinued)
-
-
-def _own_rows(draft: Draft) -> int:
-    """Rows that a draft's call has computed."""
-    return int((draft.served.which < 0).sum())
 
 
 def free_bytes(device: torch.device) -> int:
