@@ -67,13 +67,13 @@ def plans(results: Results, n: int) -> None:
 
 
 def plan(store: Store, shelf, config: SuffixCacheConfig, ids: np.ndarray) -> Request:
-    """What a request does before its rows are brought into its view, and the end of one that failed."""
+    """What a request does before its rows are brought into its view, and its end."""
     capability = Capability("shift", layers=shapes(), windows=(None,) * len(shapes()))
     view = View(store, shelf, capability)
     request = Request(view, config, dict, capability=capability, reading=Reading(shelf), keep_last=1)
     request.batch = PromptBatch(ids[None], np.zeros(1, dtype=np.int64), len(ids), 1)
     request._plan({})
-    request.abort()
+    request._close(handed_out=False)
     return request
 
 
