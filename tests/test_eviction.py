@@ -224,7 +224,7 @@ def saved_of_best(workload, store: int, policy, skip: int) -> float:
     return sum(taken[skip:]) / best_fixed(workload, skip, store)
 
 
-@pytest.mark.parametrize("store", [20 * ROWS, 40 * ROWS])
+@pytest.mark.parametrize("store", [20 * ROWS, pytest.param(40 * ROWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "unequal"])
 def test_a_loop_of_a_fifth_too_much_keeps_most_of_the_best_fixed_set(equal, store):
     rng, n = np.random.default_rng(1), 8 * 48
@@ -270,11 +270,11 @@ def test_what_comes_once_does_not_push_out_what_comes_again():
     saved = {}
     for policy in EVICTIONS:
         server, saved[policy] = Server(20 * ROWS, policy, **EXACT), 0
-        for number in range(400):
+        for number in range(160):
             once = [server.ask(text(rng, ROWS)) for _ in range(3)]
             assert max(once) <= 1  # the first token may be that of another text
-            saved[policy] += server.ask(hot[number % 10]) * (number >= 100)
-    best = 300 * (ROWS - 1)
+            saved[policy] += server.ask(hot[number % 10]) * (number >= 60)
+    best = 100 * (ROWS - 1)
     assert saved["gdsf"] >= 0.95 * best and saved["lru"] < 0.1 * best
 
 
@@ -294,13 +294,13 @@ def test_a_root_that_many_chats_share_stays():
     root, share = text(rng, 320), {}
     for policy in ("gdsf", "lru"):
         server, served = Server(1280, policy), []
-        for number in range(150):
+        for number in range(80):
             served.append(server.ask(np.concatenate([root, text(rng, 48)])))
             server.ask(text(rng, 160))
             if number % 10 == 9:
                 server.store.compact()
-        share[policy] = sum(served[1:]) / (149 * 320)
-        assert server.store.evictions > 100
+        share[policy] = sum(served[1:]) / (79 * 320)
+        assert server.store.evictions > 50
     assert share["gdsf"] > 0.99 and share["gdsf"] >= share["lru"]
 
 

@@ -12,7 +12,7 @@ from .pool import BlockPool, Budget
 from .segments import Segment, Uses
 from .shelf import Recipe, Shelf
 
-HALF_LIFE = 2.0  # prompts of so many stores' rows, after which a request counts half
+HALF_LIFE = 1.0  # prompts of so many stores' rows, after which a request counts half
 MEASURED_ROWS = 64  # a forward of fewer rows takes about as long as one of half as many
 NUM_MEASURED = 31  # newest forwards of which the median counts
 
