@@ -224,7 +224,7 @@ class SuffixCache(PrivateView):
         tokens = options.get("prompt_columns") or 10**9
         known = self._identity, self._owned.capabilities
         admitted = admit(model, *known, tokens, batch, attached, options.get("chunk"))
-        asks = self._counts and self._owned.events.wants_causes
+        asks = self._counts and not self._wanted and self._owned.events.wants_causes
         options |= {
             "capability_rows": admitted.capability_rows,
             "wanted": self._wanted,

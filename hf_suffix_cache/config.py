@@ -54,6 +54,9 @@ class SuffixCacheConfig:
             Rows in a pool block.
         max_bytes (`int`, *optional*):
             Store budget. `None`: a quarter of the memory free on the model's device at first use.
+        host_bytes (`int`, *optional*):
+            Host memory for rows that are given up on a device, to be served from there. `None`: a quarter of what is
+            free at the first time for models on a GPU, nothing for those on a CPU, where it would be the same memory.
         eviction (`str` or object with a `worth` method, *optional*, defaults to `"gdsf"`):
             What a full store gives up first: `"lru"` what was used longest ago, `"lfu"` what was asked for least
             often, `"gdsf"` what saves the least prefill time for a byte, recent requests counting more. Or a policy of
@@ -110,6 +113,7 @@ class SuffixCacheConfig:
     keep_conversations: int = 4
     block_size: int = 16
     max_bytes: int | None = None
+    host_bytes: int | None = None
     eviction: Any = "gdsf"
     pin_share: float = 0.5
     store_dtype: str | None = None
@@ -150,6 +154,8 @@ class SuffixCacheConfig:
         _check_int("block_size", self.block_size, 1, 1024)
         if self.max_bytes is not None:
             _check_int("max_bytes", self.max_bytes, 1, 2**62)
+        if self.host_bytes is not None:
+            _check_int("host_bytes", self.host_bytes, 0, 2**62)
         if isinstance(self.eviction, str) and self.eviction not in EVICTIONS:
             raise ValueError(f"`eviction` must be one of {EVICTIONS} or a policy, got {self.eviction!r}.")
         if not isinstance(self.eviction, str) and not callable(getattr(self.eviction, "worth", None)):

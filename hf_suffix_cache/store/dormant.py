@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from .contents import Contents, Shelved, without
+from .host import HostMemory, HostRows
 from .layout import COLD, RowLayout, geometry_of
 from .mapped import MappedSlab, StoredRows
 from .pool import BlockPool
@@ -30,7 +31,12 @@ USES = 2  # of rows in a file, from which on they are worth memory
 
 class Dormant:
     """
-    The part of a store that lies in files. The store's lock is held by its callers.
+    The part of a store that lies in files, and in the host's memory where the pools are elsewhere. The store's lock is
+    held by its callers.
+
+    Args:
+        host (`HostMemory`, *optional*): Where rows go that are given up and lie in no file; by default nowhere.
+        shelves (`dict`, *optional*): The store's.
 
     Attributes:
         stored (weak dict): Where the rows of a segment lie in a file, of those that were loaded or saved.
@@ -38,7 +44,10 @@ class Dormant:
             was then.
     """
 
-    def __init__(self):
+    def __init__(self, host: HostMemory | None = None, shelves: dict | None = None):
+        self.host = HostMemory(0) if host is None else host
+        self.evictions = 0
+        self._shelves = {} if shelves is None else shelves
         self.stored: weakref.WeakKeyDictionary[Segment, StoredRows] = weakref.WeakKeyDictionary()
         self.folders: dict[str, str] = {}
         self._contents: Contents | None = None
@@ -133,17 +142,21 @@ class Dormant:
 
     def put_back(self, shelf: Shelf, sequence: Sequence) -> bool:
         """
-        Let go of the memory of a sequence's rows that lie in files as well, instead of giving it up: they are served
-        from there. False if there are none.
+        Let go of the memory of a sequence's rows, instead of giving it up, where they lie in files as well, or find
+        room in the host's memory: they are served from there. False if there are none.
         """
         pool, done = shelf.pool, False
         for segment in sequence.recipe.segments:
-            stored = self.stored.get(segment)
             home = None if segment.home is None else segment.home()
-            if stored is None or home is None or pool.is_mapped(segment.addresses) or segment.is_mean:
+            if home is None or pool.is_mapped(segment.addresses) or segment.is_mean:
                 continue  # means go on changing
             cold = COLD.get(pool.by_slab(segment.addresses[:1])[0][0].cold)
-            if cold != stored.cold or segment.references > segment.holders or not stored.is_there():
+            if segment.references > segment.holders:
+                continue
+            stored = self.stored.get(segment)
+            if stored is None or stored.cold != cold or not stored.is_there():
+                stored = self._to_host(pool, segment, cold)
+            if stored is None:
                 continue
             old = segment.addresses
             home.went_out(segment)
@@ -156,7 +169,7 @@ class Dormant:
         """Forget rows in files that turned out to be damaged, and what can't be without them."""
         for slab in list(self._damaged):
             segment = slab.segment()
-            if segment is None or self._drop(store, segment):
+            if segment is None or self._drop(store.shelves.values(), segment):
                 self._damaged.discard(slab)
                 logger.warning("saved rows are forgotten: %s", slab.damage)
 
@@ -207,6 +220,38 @@ class Dormant:
         layout = RowLayout(geometry_of(pool.shapes), stored.cold)
         return pool.attach(MappedSlab(segment, stored, layout, list(pool.groups), pool.block_size, self._note))
 
+    def _to_host(self, pool: BlockPool, segment: Segment, cold: str | None) -> HostRows | None:
+        """A copy of a segment's rows in the host's memory, for which older ones go; None without room."""
+        geometry, limit = geometry_of(pool.shapes), self.host.limit(pool)
+        if geometry is None or not limit:
+            return None
+        layout = RowLayout(geometry, cold)
+        if layout.size(len(segment)) > limit:
+            return None
+        while self.host.taken + layout.size(len(segment)) > limit:
+            if not self._forget_oldest(segment):
+                return None
+        return HostRows(self.host, pool, segment, layout, cold)
+
+    def _forget_oldest(self, spared: Segment) -> bool:
+        """Let go of the rows in the host's memory that were used longest ago; False if all are needed."""
+        found = [each for each, stored in list(self.stored.items()) if isinstance(stored, HostRows)]
+        for segment in sorted((each for each in found if each is not spared), key=lambda each: each.last_used):
+            home = None if segment.home is None else segment.home()
+            if home is None or not home.pool.is_mapped(segment.addresses):
+                del self.stored[segment]  # they are in the pool as well, or nowhere
+                return True
+            users = [each for shelf in self._shelves.values() for each in shelf.sequences]
+            users = [each for each in users if segment in each.recipe.segments]
+            if segment.references > segment.holders or any(each.busy or each.pinned for each in users):
+                continue
+            if self._drop(self._shelves.values(), segment):
+                self.stored.pop(segment, None)
+                self.evictions += 1
+                home.count_eviction()
+                return True
+        return False
+
     def _find(self, number: int) -> Segment | None:
         """A segment of a shelf that was woken before, if it is still there."""
         segment = self._awake[number]() if number in self._awake else None
@@ -216,10 +261,10 @@ class Dormant:
     def _note(self, slab: MappedSlab) -> None:
         (self._read if slab.damage is None else self._damaged).add(slab)
 
-    def _drop(self, store, segment: Segment) -> bool:
+    def _drop(self, shelves: Iterable[Shelf], segment: Segment) -> bool:
         """Forget a segment; False where a conversation that is going on still refers to it."""
         done = True
-        for shelf in store.shelves.values():
+        for shelf in shelves:
             for sequence in [each for each in shelf.sequences if segment in each.recipe.segments]:
                 if sequence.busy:
                     done = False

@@ -84,7 +84,7 @@ class Snapshot:
 
         def read(pieces) -> list[torch.Tensor]:
             with self._store.lock:
-                found = [_gather(part.pool, segment, piece) for piece in pieces]
+                found = [gathered(part.pool, segment, piece) for piece in pieces]
                 self._pinned.pop(segment).unpin([segment])
             return found
 
@@ -178,7 +178,7 @@ def amount(value: float) -> float:
     return min(max(0.0, float(value)), MAX_AMOUNT)
 
 
-def _gather(pool: BlockPool, segment: Segment, piece: Piece) -> torch.Tensor:
+def gathered(pool: BlockPool, segment: Segment, piece: Piece) -> torch.Tensor:
     """One tensor of a segment, in the host's memory."""
     shape = list(pool.groups)[piece.group]
     parts = pool.by_slab(segment.addresses)

@@ -19,6 +19,7 @@ from .cooling import cold_dtype
 from .dormant import Dormant
 from .drafts import Draft, sequence_of
 from .eviction import policy_of
+from .host import HostMemory
 from .leases import Leases
 from .mending import mend
 from .pool import BlockPool, Budget, Extent, LayerShape
@@ -71,7 +72,7 @@ class Store:
         self.pools: dict[tuple[LayerShape, ...], BlockPool] = {}
         self.shelves: dict[tuple[object, Place], Shelf] = {}
         self.sessions = Sessions(lambda: Topic(config.topic_similarity, config.topic_temperature))
-        self.dormant = Dormant()
+        self.dormant = Dormant(HostMemory(config.host_bytes), self.shelves)
         self.usage = Usage(self.budget, self.pools)
         self.steward = Steward(
             self.usage, self.shelves, policy_of(config.eviction), clock, config.store_dtype, self.dormant.put_back
@@ -302,7 +303,7 @@ class Store:
     @property
     def evictions(self) -> int:
         """Sequences and means that were given up for room."""
-        return self.steward.evictions
+        return self.steward.evictions + self.dormant.evictions
 
     @property
     def bytes_used(self) -> int:
