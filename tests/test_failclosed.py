@@ -414,7 +414,7 @@ def test_fault_in_materialising_is_a_full_prefill_with_a_reason(monkeypatch):
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_suffix_cache.request.copy_rows", broken)
+        patch.setattr("hf_suffix_cache.loading.copy_rows", broken)
         report = same_as_vanilla(model, new_text(5, 2) + PROMPT + new_text(40, 1), cache).report
         assert "no memory" in report.reason and report.computed_rows == report.prompt_tokens
     check_pool(cache)
