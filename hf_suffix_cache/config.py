@@ -90,9 +90,10 @@ class SuffixCacheConfig:
             these very token ids (`system_turn` gives those of a chat template). The safer of the two is the second.
         ttl (`float`, *optional*, defaults to 300.0):
             Seconds that an unused named session's segments live; `None` means for ever.
-        topic_similarity (`float`, *optional*, defaults to 0.3):
+        topic_similarity (`float`, *optional*, defaults to 0.04):
             TF-IDF cosine of a prompt's new part to those before it in its session, below which the session has left
-            its topic: what is stored of it is no longer moved. 0 switches that off.
+            its topic: what is stored of it is no longer moved. 0 switches that off. The default is measured
+            (`benchmarks/topics.py`); new parts of one topic are rarely alike in more than their rare words.
         topic_temperature (`float`, *optional*, defaults to 0.3):
             A session's temperature from then on, until a prompt stays on its topic; 0.8 otherwise.
         namespace (`str`, *optional*, defaults to `""`):
@@ -126,7 +127,7 @@ class SuffixCacheConfig:
     store: bool = True
     share_prefix: int | tuple[int, ...] | None = None
     ttl: float | None = 300.0
-    topic_similarity: float = 0.3
+    topic_similarity: float = 0.04
     topic_temperature: float = 0.3
     namespace: str = ""
     debug: bool = False

@@ -342,18 +342,20 @@ def test_text_that_was_moved_too_often():
 
 
 def test_text_from_another_topic():
-    model, cache = make_model("llama"), SuffixCache()
+    model, cache = make_model("llama"), SuffixCache(topic_similarity=0.3)
     alice = cache.session("alice")
     rng = np.random.default_rng(0)
-    about = [rng.choice(100 + 25 * topic + np.arange(25), 60).tolist() for topic in (0, 0, 3, 3)]
-    ask(model, about[0] + about[1], alice)
+    about = [rng.choice(100 + 25 * topic + np.arange(25), 60).tolist() for topic in (0, 0, 3, 3, 0, 0)]
+    for part in (about[0] + about[1], about[4], about[5]):  # a topic of fewer parts can't be left
+        ask(model, part, alice)
     ids = about[2] + about[0][:24] + about[3]
     explanation = alice.explain(model, ids)
     assert explanation.causes["topic"] == 24
     assert alice.explain(model, ids).causes == explanation.causes  # asking is no prompt of the session
     assert agrees(explanation, ask(model, ids, alice).report)
     indifferent = SuffixCache(topic_similarity=0.0).session("alice")  # control
-    ask(model, about[0] + about[1], indifferent)
+    for part in (about[0] + about[1], about[4], about[5]):
+        ask(model, part, indifferent)
     assert indifferent.explain(model, ids).causes["shifted"] == 24
 
 

@@ -1,6 +1,7 @@
 """The arithmetic of the `topics` and `leaks` benchmarks: labels, counts, prompts. No fetching, no model."""
 
 import itertools
+import random
 import re
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from benchmarks import leaks, planted, topics
 from benchmarks.secret_prompts import GUESSES, KINDS, SECRETS, Prompts
 from benchmarks.sources import Question
+from hf_suffix_cache.store.topic import ESTABLISHED
 from tiny_models import make_model, text
 
 
@@ -28,7 +30,7 @@ def articles() -> dict:
     """Ten articles in words of their own."""
 
     def paragraph(title: str, number: int) -> tuple:
-        words = [f"{title}{(7 * number + step) % 23}" for step in range(75)]
+        words = [f"{title}{word}" for word in random.Random(f"{title} {number}").choices(range(23), k=75)]
         questions = tuple(Question(f"What of {word}?", (word,)) for word in words[:4])
         return " ".join(words) + ".", questions
 
@@ -54,7 +56,7 @@ def test_planted_jumps_are_where_the_topic_changes(source):
         names = [topic_of(turn) for turn in turns]
         assert [turn.leaves for turn in turns] == [False, *(a != b for a, b in itertools.pairwise(names))]
         assert sum(turn.leaves for turn in turns) == planted.TOPICS - 1
-        assert planted.TOPICS <= len(turns) <= planted.TOPICS * planted.MOST
+        assert planted.TOPICS * planted.LEAST <= len(turns) <= planted.TOPICS * planted.MOST
 
 
 @pytest.mark.parametrize("source", planted.SOURCES)
@@ -89,8 +91,9 @@ def test_counts_of_extreme_thresholds():
     total = sum(len(dialogue) - 1 for dialogue in parts)
     never, always = topics.count(parts, 0.0), topics.count(parts, 1.0)
     assert (never.right, never.wrong, never.missed) == (0, 0, jumps) and never.recall == 0.0
-    assert always.right + always.wrong > 0.5 * total and always.precision < 0.5
-    best = max((topics.count(parts, threshold) for threshold in topics.THRESHOLDS), key=lambda found: found.f1)
+    # every part of some length is taken for another topic, as soon as there are enough of the last one
+    assert always.right + always.wrong > 0.5 * total / ESTABLISHED and always.precision < 0.5
+    best = max((topics.count(parts, threshold) for threshold in (0.1, 0.2, 0.3)), key=lambda found: found.f1)
     assert best.f1 > 0.9 and best.right + best.missed == jumps  # words of their own are told apart
 
 
