@@ -16,6 +16,7 @@ from .cooling import cold_dtype, cool, ready
 from .eviction import VIEW_SHARE, EvictionPolicy, admits, describe, evictable, order_of
 from .pool import BlockPool, Extent, Slab
 from .room import demote, growth_room, moved_rows
+from .segments import Segment
 from .shelf import Recipe, Sequence, Shelf
 from .usage import Usage
 
@@ -197,20 +198,20 @@ class Steward:
         if self._put_back(shelf, sequence):
             return True
         self.turned_away += in_vain
-        claims = Claims(shelves, self._plans)
-        self.usage.give_up(shelf, [segment for segment, _ in claims.freed(shelf, sequence)])
+        gone = [each for each in sequence.recipe.segments if each.references == 1]
+        self.usage.give_up(shelf, [each for each in gone if not shelf.pool.is_mapped(each.addresses)])
         shelf.remove(sequence)
         self._count(shelf)
-        self._shrink(shelves, sequence)
+        self._shrink(shelves, [each for each in sequence.recipe.segments if each.references])
         return True
 
-    def _shrink(self, shelves: Collection[Shelf], gone: Sequence) -> None:
-        """Others that refer to segments of a sequence that is gone keep the rows that they need."""
-        left = {segment for segment in gone.recipe.segments if segment.references}
-        if left:
-            claims = Claims(shelves, self._plans, left)
-            for segment in left:
-                claims.shrink(segment)
+    def _shrink(self, shelves: Collection[Shelf], left: Collection[Segment]) -> None:
+        """Of segments that a sequence has left, which is gone, others keep the rows that they need."""
+        claims = Claims(shelves, self._plans, set(left)) if left else None
+        for segment in left:
+            home = segment.home()
+            if claims.shrink(segment):
+                self.usage.give_up(home, [segment])
 
     def _ranked(self, shelves: Collection[Shelf]) -> list[tuple[Shelf, Sequence, bool]]:
         """What goes next, each with its shelf, and whether it is new and went unused where older ones stay."""
