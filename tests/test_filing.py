@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from hf_suffix_cache import SuffixCache, registration
 from hf_suffix_cache.store import filing
-from reference import ask, check_pool, same_as_vanilla
+from reference import ask, check_pool, in_threads, same_as_vanilla
 from test_persistence import contents_of, row_files, served
 from tiny_models import A, B, C, forget, head, make_model, question
 
@@ -208,6 +209,34 @@ def test_rows_in_a_smaller_dtype_are_filed_too(store_dtype, tmp_path):
     assert loaded.stats.computed_rows == 0 < rows
     assert served(ask(model, prompt, loaded).report) > 0
     check_pool(loaded)
+
+
+def test_calls_go_on_while_texts_are_registered(tmp_path, monkeypatch):
+    monkeypatch.setattr(filing, "CHECKPOINT_SECONDS", 0.05)
+    monkeypatch.setattr(registration, "BATCH_TEXTS", 8)
+    model, texts = make_model(), passages(150)
+    cache = SuffixCache(fidelity="exact", max_bytes=4000 * ROW)
+    want = {number: ask(model, texts[number] + question(number), steps=3).tokens() for number in range(6)}
+    done = threading.Event()
+
+    def registers():
+        try:
+            cache.register(model, texts, at="front", folder=tmp_path)
+        finally:
+            done.set()
+
+    def asks(first: int):
+        step = first
+        while not done.is_set() or step < first + 12:
+            number = step % 6
+            answer = ask(model, texts[number] + question(number), cache.session(first), steps=3)
+            assert answer.tokens() == want[number]
+            step += 1
+
+    in_threads([registers, *(lambda first=first: asks(first) for first in range(2))])
+    for number in range(6):
+        assert ask(model, texts[number] + question(9), cache, steps=1).report.exact_tokens >= len(texts[number])
+    check_pool(cache)
 
 
 REGISTERING = """

@@ -92,6 +92,19 @@ def test_the_host_has_a_budget_too():
     check_pool(small)
 
 
+def test_what_is_gone_is_not_looked_at():
+    """Making room in the host may take away a conversation that was to be given up next."""
+    model = make_model()
+    cache = SuffixCache(fidelity="exact", host_bytes=1 << 30, keep_conversations=0)
+    ask(model, A + question(1), cache)
+    (shelf,) = cache._store.shelves.values()
+    (sequence,) = shelf.sequences
+    shelf.remove(sequence)
+    assert cache._store.dormant.put_back(shelf, sequence)
+    assert cache._store.dormant.host.taken == 0
+    check_pool(cache)
+
+
 @pytest.mark.parametrize("store_dtype", [None, "bfloat16", "int8"])
 def test_moved_rows_come_from_the_host(store_dtype):
     model = make_model()

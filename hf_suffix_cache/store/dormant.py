@@ -145,6 +145,8 @@ class Dormant:
         Let go of the memory of a sequence's rows, instead of giving it up, where they lie in files as well, or find
         room in the host's memory: they are served from there. False if there are none.
         """
+        if sequence not in shelf.sequences:
+            return True  # it went for another one's sake
         pool, done = shelf.pool, False
         for segment in sequence.recipe.segments:
             home = None if segment.home is None else segment.home()
