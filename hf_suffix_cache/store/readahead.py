@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from .mapped import StoredRows
 
+WORTH_ASKING = 0.05  # seconds: below, figures of a busy machine would change plans for nothing
 READERS = 4  # at a time; more help where a folder is far away, not on a disk
 MAX_WAITING = 256  # segments that are read for later
 
@@ -18,8 +19,8 @@ _waiting: dict[StoredRows, Future] = {}
 
 def is_slow(stored: StoredRows, rows: int, row_seconds: float | None) -> bool:
     """
-    Whether reading a segment to be served so many rows of it would take longer than running them. While neither speed
-    was measured it is read.
+    Whether reading a segment to be served so many rows of it would take longer than running them. It is read while one
+    of the speeds is not known, and where that takes no time to speak of.
 
     Args:
         stored (`StoredRows`): The segment's rows.
@@ -29,7 +30,7 @@ def is_slow(stored: StoredRows, rows: int, row_seconds: float | None) -> bool:
     if stored.is_read or row_seconds is None:
         return False
     seconds = stored.file.folder.speed.seconds(stored.size)
-    return seconds is not None and seconds > rows * row_seconds
+    return seconds is not None and seconds > max(WORTH_ASKING, rows * row_seconds)
 
 
 def read(wanted: Collection[StoredRows]) -> None:

@@ -1,5 +1,6 @@
 """What one call may be served from: the shelf of its own scope, and the shared one beside it."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -59,7 +60,13 @@ class Reading:
         if self.session is not None and self.session.cutoff > float("-inf"):
             found = [run for run in found if run.segment.created >= self.session.cutoff]
         found = found if self.shared is None else found + self.shared.runs(ids, first, min_match)
-        return [run for run in found if not self._is_slow(run.segment, run.stop - run.start)]
+        if self.slow is None or not self.own.pool.mapped:
+            return found
+        rows = Counter()  # a segment is read once for all that it gives
+        for run in found:
+            rows[run.segment] += run.stop - run.start
+        slow = {segment for segment, count in rows.items() if self._is_slow(segment, min(count, len(segment)))}
+        return [run for run in found if run.segment not in slow]
 
     def _without_slow(self, shelf: Shelf, match: Match) -> Match:
         """A match as far as its rows are worth reading: an approximate one whole, or not at all."""
