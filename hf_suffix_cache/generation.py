@@ -201,13 +201,24 @@ def _hook(model, undo: list[Callable[[], None]]) -> None:
     """Put the pair on a model; what takes it off again goes to `undo`."""
     compiled = vars(model).get("_compiled_call_impl")
     if compiled is not None:
-        undo.append(_hook_compiled(model, compiled))
+        _hook_compiled(model, compiled, undo)
         return
-    undo.append(model.register_forward_pre_hook(_before_forward, with_kwargs=True).remove)
-    undo.append(model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True).remove)
+    undo.append(functools.partial(_unhook, model))  # first: an interrupt may come before a handle is in our hands
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
 
 
-def _hook_compiled(model, compiled):
+def _unhook(model) -> None:
+    """Take the pair off, by name; this is what handles of torch do, by number."""
+    for name, ours in (("_forward_pre_hooks", _before_forward), ("_forward_hooks", _after_forward)):
+        hooks = getattr(model, name)
+        for number in [number for number, hook in hooks.items() if hook is ours]:
+            del hooks[number]
+            for other in (f"{name}_with_kwargs", "_forward_hooks_always_called"):
+                getattr(model, other).pop(number, None)
+
+
+def _hook_compiled(model, compiled, undo: list[Callable[[], None]]) -> None:
     """
     The pair on a model after `model.compile()`, whose call is compiled together with its hooks: a hook that comes and
     goes would compile it anew, or, as hooks are not guarded, never be seen. So the pair goes around the compiled call.
@@ -228,8 +239,8 @@ def _hook_compiled(model, compiled):
         if vars(model).get("_compiled_call_impl") is call:  # else compiled anew meanwhile
             model._compiled_call_impl = compiled
 
+    undo.append(unhook)
     model._compiled_call_impl = call
-    return unhook
 
 
 def _before_forward(model, args: tuple, kwargs: dict):
