@@ -67,10 +67,10 @@ class Owned:
                 self._session_stats = {each: held for each, held in self._session_stats.items() if each in known}
             if scope not in self._session_stats:
                 self._session_stats[scope] = CacheStats(
-                    bytes_used=lambda: sum(shelf.bytes_used for shelf in store.shelves_of(scope)),
-                    bytes_total=lambda: sum(shelf.bytes_used for shelf in store.shelves_of(scope)),
-                    segments=lambda: sum(len(shelf.segments) for shelf in store.shelves_of(scope)),
-                    evictions=lambda: sum(shelf.evictions for shelf in store.shelves_of(scope)),
+                    bytes_used=lambda: store.total_of(scope, lambda shelf: shelf.bytes_used),
+                    bytes_total=lambda: store.total_of(scope, lambda shelf: shelf.bytes_used),
+                    segments=lambda: store.total_of(scope, lambda shelf: len(shelf.segments)),
+                    evictions=lambda: store.total_of(scope, lambda shelf: shelf.evictions),
                     expirations=lambda: store.expired_of(scope),
                 )
             return self._session_stats[scope]

@@ -1,6 +1,7 @@
 """Sessions: who is served what, who is told what, how long rows live, and what follows from a change of topic."""
 
 import gc
+import sys
 import math
 
 import numpy as np
@@ -284,6 +285,29 @@ def test_statistics_and_reports_of_a_session_tell_of_it_alone():
     assert alice.stats.requests == 2 and alice.stats.exact_tokens > 0 and alice.stats.bytes_used > 0
     assert cache.session("alice").stats.requests == 2
     assert cache.stats.requests == 2 and cache.stats.prompt_tokens == 2 * len(A + question(1))
+
+
+def test_statistics_of_a_session_that_is_being_evicted():
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact", max_bytes=300_000)
+    alice, done, interval = cache.session("alice"), [], sys.getswitchinterval()
+
+    def work():
+        try:
+            for number in range(40):
+                ask(model, old_text(40, number) + question(number), alice, steps=1)
+        finally:
+            done.append(True)
+
+    def look():
+        while not done:
+            assert str(alice.stats)
+
+    sys.setswitchinterval(1e-5)
+    try:
+        in_threads([work, look])
+    finally:
+        sys.setswitchinterval(interval)
+    assert alice.stats.evictions > 20
 
 
 # -- how long rows live ---------------------------------------------------------------------------------------------

@@ -352,6 +352,11 @@ class Store:
             self._catch_up()
             return [shelf for key, shelf in self.shelves.items() if key[1].scope == scope]
 
+    def total_of(self, scope: Scope, read: Callable[[Shelf], int]) -> int:
+        """Sum of what `read` gives of each shelf of a scope, while nothing changes on them."""
+        with self.lock:
+            return sum(map(read, self.shelves_of(scope)))
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _pool(self, shapes: tuple[LayerShape, ...]) -> BlockPool:
