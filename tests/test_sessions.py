@@ -1,8 +1,8 @@
 """Sessions: who is served what, who is told what, how long rows live, and what follows from a change of topic."""
 
 import gc
-import sys
 import math
+import sys
 
 import numpy as np
 import pytest
