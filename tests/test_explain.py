@@ -98,6 +98,37 @@ def test_explain_says_what_the_next_call_does(kind, options, session):
     check_pool(cache)
 
 
+@pytest.mark.parametrize(
+    "kind, options, kinds",
+    [
+        ("llama", {}, {"exact", "shifted"}),
+        ("qwen3", {"fidelity": "exact"}, {"exact"}),
+        ("gemma3_text", {"store_dtype": "bfloat16"}, {"carried", "shifted"}),
+        ("gpt2", {"store_dtype": "int8"}, set()),  # its rows are not moved, and those of the files are not exact
+    ],
+    ids=lambda value: str(value),
+)
+def test_explain_says_what_a_loaded_store_does(tmp_path, kind, options, kinds):
+    model, cache = make_model(kind), SuffixCache(**options)
+    for handle in (cache, cache.session("alice", ttl=None)):
+        ask(model, head(1) + A + B + question(1), handle)
+        ask(model, head(2) + C + D + question(2), handle)
+    cache.save(tmp_path)
+    cache = SuffixCache.load(tmp_path, **options)
+    cache.capability(model)
+    rng, seen = np.random.default_rng(8), set()
+    for number in range(12):
+        handle = (cache, cache.session("alice", ttl=None), cache.session("bob"))[number % 3]
+        ids = head(1 + number // 6) + [A, C][number // 6] + new_text(20, number)
+        ids = ids if number % 2 else head(3) + [B, D][number // 6] + some_prompt(rng, [])
+        explanation = handle.explain(model, ids)
+        check(explanation)
+        assert agrees(explanation, ask(model, ids, handle, steps=2).report), (number, explanation.spans)
+        seen |= {span.kind for span in explanation.spans if number % 3 < 2}
+    assert kinds | {"new"} <= seen
+    check_pool(cache)
+
+
 def test_control_what_has_changed_since_is_seen():
     """The comparison above can fail: an explanation from before a store, an eviction or for another handle differs."""
     model, cache = make_model("llama"), SuffixCache()
