@@ -121,12 +121,12 @@ def _register_to_folder(handle, model: PreTrainedModel, prompts: list[list[int]]
 def _batches(prompts: list[list[int]], rows: int, pads: bool) -> Iterator[list[list[int]]]:
     """
     Prompts of about equal lengths together: with their padding, not more than so many rows, or a single one. Without
-    `pads` they are equally long.
+    `pads` they are equally long. The longest come first: the memory that they leave behind fits all others.
     """
     batch: list[list[int]] = []
-    for ids in sorted(prompts, key=len):
-        full = (len(batch) + 1) * len(ids) > rows or len(batch) == BATCH_TEXTS
-        if batch and (full or (not pads and len(ids) > len(batch[0]))):
+    for ids in sorted(prompts, key=len, reverse=True):
+        full = batch and ((len(batch) + 1) * len(batch[0]) > rows or len(batch) == BATCH_TEXTS)
+        if full or (batch and not pads and len(ids) < len(batch[0])):
             yield batch
             batch = []
         batch.append(ids)

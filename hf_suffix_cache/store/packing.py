@@ -122,11 +122,18 @@ class RowWriter:
 
     def _write(self, batch: list[tuple]) -> None:
         """One file."""
-        tensors, blocks = [], []
+        tensors, blocks, at = [], [], 0
+        # one piece of memory, which goes back to the system: many small ones would leave the heap full of holes
+        needed = (layout.size(len(segment)) for segment, layout, _, _, read in batch if read is not None)
+        buffer = np.zeros(sum(needed), dtype=np.uint8)
         for segment, layout, cold, stored, read in batch:
-            pieces = layout.pieces(len(segment))
+            pieces, size = layout.pieces(len(segment)), layout.size(len(segment))
             try:
-                block = _bytes_in_file(stored, layout.size(len(segment))) if read is None else _padded(read(pieces))
+                if read is None:
+                    block = _bytes_in_file(stored, size)
+                else:
+                    block = _laid_out(buffer[at : at + size], pieces, read(pieces))
+                    at += size
             except DamagedFile:
                 continue
             number = len(blocks)
@@ -135,15 +142,15 @@ class RowWriter:
                 padding = -piece.size % ALIGNMENT
                 if padding:  # safetensors allows no holes
                     tensors.append((f"{number}.padding.{piece.slot}.{piece.group}", "U8", (padding,), padding))
-            blocks.append((segment, cold, block, checksum(block)))
+            blocks.append((segment, cold, block, checksum([block])))
         if not blocks:
             return
         start = header(tensors)
         name = named_by_content("rows", checksum([start, *(digest.encode() for *_, digest in blocks)]))
-        sizes = [sum(map(len, block)) for _, _, block, _ in blocks]
+        sizes = [len(block) for _, _, block, _ in blocks]
         if self._folder.size(name) is None:
             self._new.append(name)
-        self._folder.put(name, [start, *(part for _, _, block, _ in blocks for part in block)])
+        self._folder.put(name, [start, *(block for _, _, block, _ in blocks)])
         file = next((each for each in self.files if each.name == name), None)
         if file is None:  # else another shelf has the same rows
             file = RowFile(self._folder, name, len(start) + sum(sizes))
@@ -155,16 +162,16 @@ class RowWriter:
             offset += size
 
 
-def _padded(tensors: list[torch.Tensor]) -> list[memoryview]:
-    """The bytes of tensors, each followed by what aligns the next one."""
-    parts = []
-    for tensor in tensors:
-        flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        parts += [memoryview(flat), memoryview(bytes(-len(flat) % ALIGNMENT))]
-    return parts
+def _laid_out(place: np.ndarray, pieces: list[Piece], tensors: list[torch.Tensor]) -> memoryview:
+    """The bytes of tensors, each where its piece says, in a place that is full of zeros."""
+    for piece, tensor in zip(pieces, tensors, strict=True):
+        if piece.size:
+            flat = torch.from_numpy(place[piece.offset : piece.offset + piece.size])
+            flat.view(piece.dtype).view(piece.shape).copy_(tensor)
+    return memoryview(place)
 
 
-def _bytes_in_file(stored: StoredRows, size: int) -> list[memoryview]:
+def _bytes_in_file(stored: StoredRows, size: int) -> memoryview:
     """The bytes of a segment as they lie in a file, padding included; raises `DamagedFile` if they are damaged."""
     data, start = stored.read()
-    return [memoryview(data)[start : start + size]]
+    return memoryview(data)[start : start + size]
