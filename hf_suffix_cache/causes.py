@@ -16,7 +16,7 @@ from .store.store import Store
 CAUSES = {
     "exact": "computed before behind the same text: served as it is",
     "carried": "approximate rows of the same conversation: continued in place",
-    "shifted": "computed before behind other text or at another place: moved",
+    "shifted": "computed before, but behind other text, at another place or kept in fewer bits: moved",
     "repaired": "moved, then recomputed",
     "unstored": "not stored",
     "empty": "nothing is stored yet that this call may read",
