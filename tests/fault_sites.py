@@ -7,6 +7,8 @@ A site is one such call in one run of a scenario. It is found by looking at the 
 
 import builtins
 import errno
+import gc
+import logging
 import os
 import sys
 import traceback
@@ -25,6 +27,8 @@ from hf_suffix_cache.store.index import PrefixIndex, WindowIndex
 from hf_suffix_cache.store.pool import BlockPool, Slab
 from reference import ask, check_pool, check_report, same_answer, same_as_vanilla, view_of
 from tiny_models import A, B, C, fingerprint, head, make_model, new_text, old_text, question
+
+logger = logging.getLogger("hf_suffix_cache")
 
 PACKAGE = os.path.dirname(hf_suffix_cache.__file__) + os.sep
 LAYERS = 2
@@ -347,17 +351,21 @@ class Sites:
         """Have one site fail."""
         action, fault = self._start(number), Fault(self.kind, number)
         outcome, raised = [], None  # emptied as it is judged: an answer may hold a view
+        logger.disabled = True  # a record of a warning would hold the error, and with it all that was alive
         try:
             with failing(fault):
                 outcome.append(action())
         except BaseException as error:
             raised = error
+        logger.disabled = False
         del action
         if fault.place is None:  # the run took another way this time
             return Case(number, "not reached", raised is not None, None if raised is None else repr(raised))
         wrong, reached = None, raised is not None
-        if raised is not None:
-            traceback.clear_frames(raised.__traceback__)  # they hold what was alive
+        for error in (raised, fault.error):
+            if error is not None:  # its frames hold what was alive
+                traceback.clear_frames(error.__traceback__)
+                error.__traceback__ = None
         try:
             self._judge(fault, outcome, raised)
         except Exception as error:
@@ -368,6 +376,16 @@ class Sites:
         measured = None if self.scenario is first_use else self._measured
         self.bench = Bench(self.model, self.folder / f"{number}", measured)
         return self.scenario(self.bench)
+
+    def _right(self, ids, options: dict, got) -> None:
+        """An answer must be transformers' own where all that was served is exact; its view is the caller's."""
+        check_report(got.report)
+        assert not any(torch.isnan(step).any() for step in got.scores), "NaN in an answer"
+        if not (got.report.shifted_tokens or got.report.carried_tokens):
+            same_answer(got, ask(self.model, ids, steps=2, **options))
+        if options.get("return_dict_in_generate"):
+            for layer in view_of(got.output).layers:
+                layer.keys.fill_(float("nan"))
 
     def _judge(self, fault: Fault, outcomes: list, raised: BaseException | None) -> None:
         """The right answer or the fault itself; right answers from then on; nothing held, nothing left."""
@@ -380,15 +398,9 @@ class Sites:
             must = generates and fault.place.startswith(MUST_ANSWER) and not fault.inside & FORWARD
             assert not must, f"a fault of the store reached the caller: {raised!r}"
         if answered:
-            ids, options, got = outcome
-            check_report(got.report)
-            assert not any(torch.isnan(step).any() for step in got.scores), "NaN in an answer"
-            if not (got.report.shifted_tokens or got.report.carried_tokens):
-                same_answer(got, ask(self.model, ids, steps=2, **options))
-            if options.get("return_dict_in_generate"):
-                for layer in view_of(got.output).layers:
-                    layer.keys.fill_(float("nan"))
-        outcome = got = None
+            self._right(*outcome)
+        del outcome
+        gc.collect()
         assert not generation._hooked, "hooks are left on a model"
         assert fingerprint(self.model) == self._prints, "a model is left changed"
         check_pool(bench.cache)
