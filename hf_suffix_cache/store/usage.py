@@ -12,7 +12,9 @@ from .pool import BlockPool, Budget
 from .segments import Segment, Uses
 from .shelf import Recipe, Shelf
 
-HALF_LIFE = 1.0  # prompts of so many stores' rows, after which a request counts half
+# Prompts of so many stores' rows, after which a request counts half. Longer keeps what chats that have ended were made
+# of, shorter loses the few texts that a scan runs past (`python -m benchmarks.eviction --half-lives 0.5,1,2,4`).
+HALF_LIFE = 1.0
 MEASURED_ROWS = 64  # a forward of fewer rows takes about as long as one of half as many
 NUM_MEASURED = 31  # newest forwards of which the median counts
 
