@@ -122,8 +122,8 @@ def a_save_in_place(monkeypatch):
 @pytest.mark.parametrize(
     "plant, scenario, kind",
     [
-        (half_a_view, "exact hit", "runtime"),
-        (pins_stay, "exact hit", "runtime"),
+        (half_a_view, "new session", "runtime"),
+        (pins_stay, "new session", "runtime"),
         (storing_reaches_the_caller, "next turn", "runtime"),
         (a_save_in_place, "saving", "disk full"),
     ],
