@@ -159,7 +159,7 @@ def stored_values(cache: SuffixCache, owner: SuffixCache, start: int = 0, stop: 
     Values of an owner's stored rows at positions [start, stop), `[layers, kv_heads, rows, head_dim]`. This is what an
     attacker with access to the process does, so it takes the store apart.
     """
-    (shelf,) = cache._store.shelves_of(owner._scope)
+    (shelf,) = [shelf for key, shelf in cache._store.shelves.items() if key[1].scope == owner._scope]
     (segment,) = shelf.segments
     (shape,) = shelf.pool.groups
     rows = np.flatnonzero((segment.positions >= start) & (segment.positions < stop))

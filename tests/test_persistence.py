@@ -367,6 +367,24 @@ def test_sessions_go_on_with_the_life_that_was_left(tmp_path):
     assert ask_after(0, -1e6, "alice", A) > 0  # the clock of the machine was put back
 
 
+@pytest.mark.parametrize("ends", ["a longer life", "its end"])
+def test_what_waits_expires_by_the_life_that_a_session_has_meanwhile(tmp_path, ends):
+    """Its rows of this model wait in the folder, while calls of another model go on in the same session."""
+    clock, first = Clock(), make_model()
+    cache = SuffixCache(fidelity="exact", clock=clock)
+    ask(first, A + question(1), cache.session("alice", ttl=None))
+    cache.save(tmp_path)
+    for ttl, expected in ((100, 0), (None, len(A))):  # the second one is the control
+        loaded, other = SuffixCache.load(tmp_path, fidelity="exact", clock=clock), make_model("qwen2")
+        ask(other, B + question(1), loaded.session("alice", ttl=ttl))
+        clock.now += 101
+        if ends == "its end":
+            assert (loaded.stats.segments == 0) == (ttl is not None)
+        report = ask(make_model(), A + question(2), loaded.session("alice", ttl=None)).report
+        assert report.exact_tokens == expected
+        check_pool(loaded)
+
+
 def test_expired_sessions_are_not_saved_again(tmp_path):
     model, clock = make_model(), Clock()
     cache = SuffixCache(clock=clock)

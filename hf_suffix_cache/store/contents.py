@@ -1,5 +1,6 @@
 """What a saved store says of its shelves, and the segments and sequences that are made of it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from .files import DamagedFile
 from .layout import RowLayout
 from .mapped import RowFile, StoredRows
 from .records import DriftRecord, SegmentRecord, SequenceRecord, SessionRecord, ShelfRecord
-from .scopes import Place
+from .scopes import Place, Scope
 from .segments import EXACT, Copies, Segment, Uses
 from .shelf import Recipe, Sequence
 
@@ -127,6 +128,8 @@ class Contents:
         lent (`dict`): By shelf, numbers of its segments that only sequences of others refer to: shared text that was
             given up, while sessions go on with it.
         bound (`dict`): By shelf, the others that refer to these, and must be woken with it.
+        dead (`dict`): By scope, a time: what was last used then, or before, has expired, as the session has lived
+            shorter meanwhile than when it was saved.
 
     Raises `DamagedFile` where shelves refer to what is not there, or where rows of two segments lie over each other.
     """
@@ -147,6 +150,7 @@ class Contents:
             self._places.append(arrays.place)
             number += len(shelf.segments)
             arrays.skip(shelf)
+        self.dead: dict[Scope, float] = {}
         self.lent: dict[int, set[int]] = {}
         self.bound: dict[int, set[int]] = {}
         self._check_references()
@@ -264,11 +268,13 @@ class Contents:
     def _drop_expired(self, made: Shelved, now: float, lent: set[int]) -> None:
         """Leave out what its session has not used for as long as it lives, and segments that nothing refers to."""
         ttl = None if made.session is None else made.session.ttl
-        if ttl is not None:
+        dead = self.dead.get(made.place.scope, -math.inf)
+        if ttl is not None or dead > -math.inf:
             own = set(made.segments.values())
 
             def is_alive(last_used: float, segments) -> bool:
-                return now - max([last_used, *(each.last_used for each in segments if each in own)]) < ttl
+                newest = max([last_used, *(each.last_used for each in segments if each in own)])
+                return newest > dead and (ttl is None or now - newest < ttl)
 
             made.sequences = [each for each in made.sequences if is_alive(each.last_used, each.recipe.segments)]
             made.means = [each for each in made.means if is_alive(each.last_used, ())]

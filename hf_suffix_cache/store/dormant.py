@@ -99,6 +99,12 @@ class Dormant:
         """Forget what waits, of one scope or all. The files stay until the next `save` to their folder."""
         self._waiting = {key: each for key, each in self._waiting.items() if scope not in (None, key[2].scope)}
 
+    def age(self, scope: Scope, now: float, ttl: float | None) -> None:
+        """A session lived for `ttl` seconds until now: of what waits for it, what is older has expired."""
+        if self._contents is not None and ttl is not None:
+            last_used = now - ttl
+            self._contents.dead[scope] = max(last_used, self._contents.dead.get(scope, last_used))
+
     def shelved(self, now: float) -> list[Shelved]:
         """What waits, as it would be woken now, to be saved again."""
         built: dict[int, Segment] = {}

@@ -128,6 +128,7 @@ class Store:
                 else:
                     self._drop_shelf(key)
                     if all(other.scope != shelf.scope for other in self.shelves.values()):
+                        self.dormant.age(shelf.scope, now, session.ttl)
                         self.sessions.forget(shelf.scope)
 
     @_changes
@@ -137,6 +138,7 @@ class Store:
             self.expire()  # by the time to live that held until now
             known, now = self.sessions.get(scope), self.clock()
             if known is not None and known.ttl != ttl:
+                self.dormant.age(scope, now, known.ttl)
                 for key in [key for key in self.shelves if key[1].scope == scope]:
                     self.sessions.look_at(key, now)
             self.sessions.open(scope, ttl, now)
@@ -346,16 +348,11 @@ class Store:
             session = self.sessions.get(scope)
             return 0 if session is None else session.expired
 
-    def shelves_of(self, scope: Scope) -> list[Shelf]:
-        """The shelves of a scope."""
-        with self.lock:
-            self._catch_up()
-            return [shelf for key, shelf in self.shelves.items() if key[1].scope == scope]
-
     def total_of(self, scope: Scope, read: Callable[[Shelf], int]) -> int:
         """Sum of what `read` gives of each shelf of a scope, while nothing changes on them."""
         with self.lock:
-            return sum(map(read, self.shelves_of(scope)))
+            self._catch_up()
+            return sum(read(shelf) for key, shelf in self.shelves.items() if key[1].scope == scope)
 
     # -- inside -------------------------------------------------------------------------------------------------
 
