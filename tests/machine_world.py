@@ -410,7 +410,9 @@ class World:
 
     def _wanted(self, scope: str, ids: list[int], report, fidelity: str) -> None:
         """What must be there is served: pinned text whatever happens, the rest if nothing was given up."""
-        everything = self.complete and not self._gave_up() and self.settings.get("store_dtype") is None
+        if self.settings.get("store_dtype") is not None:
+            return  # pinned or not, rows that are kept in fewer bits are approximate
+        everything = self.complete and not self._gave_up()
         live = [
             entry
             for entry in self.seen.readable(scope, self.state)
