@@ -1,6 +1,7 @@
 """The only place that touches transformers' generate: opens, runs and closes a view, and takes the hook off again."""
 
 import functools
+import logging
 import threading
 import time
 import weakref
@@ -16,8 +17,10 @@ from .calls import GenerateCall
 from .capability import cache_argument
 from .inputs import CACHE_NAMES, Refused, describe_plain
 from .report import ReuseReport
-from .request import Request, closing
+from .request import Request
 from .view import View
+
+logger = logging.getLogger("hf_suffix_cache")
 
 _lock = threading.RLock()
 _at_uninstall: list[Callable[[], None]] = []
@@ -134,18 +137,14 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
             f"{other_cache} and a SuffixCache was passed too: a call has one cache. Set `cache_implementation=None` "
             "there to use the SuffixCache, or leave the SuffixCache out."
         )
-    try:
-        if other_cache:
-            raise Refused(other_cache)
-        if call.get("use_cache") is False:
-            raise Refused("use_cache=False")
-        request = store.open_view(model, **call.request_options())
-    except Refused as refusal:
+    reason = other_cache or ("use_cache=False" if call.get("use_cache") is False else None)
+    if reason is None:
+        request, reason = _open(model, store, call.request_options())
+    if reason is not None:
         output = original(model, *args, **kwargs)
-        report = call.plain_report(str(refusal))
+        report = call.plain_report(reason)
         report.timings["total"] = time.perf_counter() - started
-        report.generated_tokens = call.count_generated(output)
-        store.record(report)
+        _tell(store, call, report, output)
         return output
     request.started = started
     if request.chunk:
@@ -158,10 +157,41 @@ def _generate(original, model, store, args: tuple, kwargs: dict, passed: bool):
     if request.batch is None and report.reason is None:
         # Phi-3 drops a cache whose prompt crosses its scaling's border
         report = call.plain_report("the model did not use the cache that it was given")
-    report.generated_tokens = call.count_generated(output)
-    store.record(report)
+    _tell(store, call, report, output)
     store.answered(model, request)
     return output
+
+
+def _open(model, store, options: dict) -> tuple[Request | None, str | None]:
+    """A request, or why there is none. What the caller asked for and can't have raises `ValueError`."""
+    try:
+        return store.open_view(model, **options), None
+    except Refused as refusal:
+        return None, str(refusal)
+    except ValueError:
+        raise
+    except Exception as error:  # no call fails for what reuse needs
+        logger.warning("reuse failed, this call runs a full prefill", exc_info=True)
+        return None, f"reuse failed: {type(error).__name__}: {error}"
+
+
+def _tell(store, call: GenerateCall, report: ReuseReport, output) -> None:
+    """Record the report of a call. Its answer is there: no fault in counting takes it from the caller."""
+    try:
+        report.generated_tokens = call.count_generated(output)
+    except Exception:
+        logger.warning("the tokens of this call's answer are not counted", exc_info=True)
+    store.record(report)
+
+
+@contextmanager
+def closing(request: Request):
+    """Abort the request if the block raises anything at all, KeyboardInterrupt included."""
+    try:
+        yield request
+    except BaseException:
+        request.abort()
+        raise
 
 
 # -- the hook ---------------------------------------------------------------------------------------------------
@@ -357,10 +387,10 @@ class Attachment:
     def begin(self, model, kwargs: dict) -> Request | None:
         """A request for a forward that continues nothing; None if reuse can't serve it."""
         tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        try:
-            request = self.store.open_view(model, batch=None if tokens is None else tokens.shape[0], attached=True)
-        except Refused as refusal:
-            report = ReuseReport(reason=str(refusal))
+        options = {"batch": None if tokens is None else tokens.shape[0], "attached": True}
+        request, reason = _open(model, self.store, options)
+        if reason is not None:
+            report = ReuseReport(reason=reason)
             if tokens is not None:
                 describe_plain(report, tokens, kwargs.get("attention_mask"), None)
                 report.computed_rows = tokens.shape[0] * tokens.shape[1]

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 
 from .planning import Span
 from .report import ReuseReport
+
+logger = logging.getLogger("hf_suffix_cache")
 
 # tensors that reuse understands; any other one means a plain prefill
 KNOWN_TENSORS = {"input_ids", "attention_mask", "position_ids", "token_type_ids", "logits_to_keep"}
@@ -27,6 +30,10 @@ CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and befor
 
 class Refused(Exception):
     """Reuse can't serve this call; the message is the report's reason."""
+
+
+class ContradictoryInputs(ValueError):
+    """The caller's mask, or his positions, don't belong to his ids; the message says what to pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +75,8 @@ def read_inputs(
     """
     Understand a forward's arguments; `defaults` are those of its signature.
 
-    Raises `Refused` where they say something that reuse doesn't understand, and `ValueError` where the caller's mask
-    and ids contradict each other.
+    Raises `Refused` where they say something that reuse doesn't understand, and `ContradictoryInputs` where the
+    caller's mask and ids contradict each other.
     """
     ids = kwargs.get("input_ids")
     if ids is None or kwargs.get("inputs_embeds") is not None:
@@ -98,6 +105,13 @@ def read_inputs(
     )
 
 
+@functools.lru_cache(maxsize=64)
+def defaults_of(model_class: type) -> dict:
+    """Default of each argument of a model's forward."""
+    parameters = inspect.signature(model_class.forward).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
 def rows_per_prompt(batch: int, caller_rows: int | None) -> int:
     """How often `generate` repeated each of the caller's rows."""
     return batch // caller_rows if caller_rows and batch % caller_rows == 0 else 1
@@ -108,7 +122,10 @@ def describe_plain(report: ReuseReport, tokens: torch.Tensor, mask, caller_rows:
     batch, columns = tokens.shape[:2]
     lengths = [columns] * batch
     if isinstance(mask, torch.Tensor) and mask.shape == (batch, columns):
-        lengths = (mask != 0).sum(dim=1).tolist()
+        try:
+            lengths = (mask != 0).sum(dim=1).tolist()
+        except Exception:  # no call fails for what is told of it
+            logger.warning("padding is counted as tokens of a prompt", exc_info=True)
     group = rows_per_prompt(batch, caller_rows)
     report.set_spans([[Span(0, length, "new")] if length else [] for length in lengths[::group]])
 
@@ -125,7 +142,7 @@ def _read_mask(mask, batch: int, columns: int) -> np.ndarray:
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         raise Refused("an attention mask of the caller's own that is not [batch, tokens]")
     if mask.shape != (batch, columns):
-        raise ValueError(
+        raise ContradictoryInputs(
             f"`attention_mask` has shape {tuple(mask.shape)} but `input_ids` has {(batch, columns)}. Pass the whole "
             "prompt and its mask: a SuffixCache finds by itself what it has stored of it."
         )
@@ -143,7 +160,7 @@ def _check_positions(given, positions: np.ndarray) -> None:
     if given.dim() != 2:
         raise Refused("position_ids that are not [batch, tokens]")
     if given.shape[1] != positions.shape[1] or given.shape[0] not in (1, positions.shape[0]):
-        raise ValueError(
+        raise ContradictoryInputs(
             f"`position_ids` has shape {tuple(given.shape)} but `input_ids` has {positions.shape}; without them, "
             "`generate` makes them from `attention_mask`. Pass the whole prompt and a mask of its length: a "
             "SuffixCache finds by itself what it has stored of it."

@@ -1,18 +1,16 @@
 """One call from its prompt to its commit: plan, materialise, run, and what is stored afterwards."""
 
-import functools
-import inspect
 import logging
 import threading
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 
 import numpy as np
 import torch
 
 from .drafting import store_rows
 from .healing import UNHEALED, Healer, make_healer
-from .inputs import PromptBatch, Refused, describe_plain, read_inputs
+from .inputs import ContradictoryInputs, PromptBatch, Refused, defaults_of, describe_plain, read_inputs
 from .loading import load, read_files, reload_moved
 from .passes import Passes, logits_of
 from .prompt import CARRIED, PlannedRow
@@ -154,13 +152,10 @@ class Request:
         """Called before the first forward with its arguments; returns the arguments of the last pass."""
         self.state = "prefill"
         try:
-            self.batch = read_inputs(kwargs, self.prompt_columns, self.caller_rows, _defaults(type(model)))
-        except Refused as refusal:
-            return self._plain(kwargs, str(refusal))
-        self.view.group, self.view.prompt_columns = self.batch.group, self.batch.prompt_columns
-        if self.capability.kind == "prefix" and not self.capability.takes_positions and self.batch.pads.any():
-            return self._plain(kwargs, "the model counts padding as positions, so padded rows may stand anywhere")
-        try:
+            self.batch = read_inputs(kwargs, self.prompt_columns, self.caller_rows, defaults_of(type(model)))
+            self.view.group, self.view.prompt_columns = self.batch.group, self.batch.prompt_columns
+            if self.capability.kind == "prefix" and not self.capability.takes_positions and self.batch.pads.any():
+                raise Refused("the model counts padding as positions, so padded rows may stand anywhere")
             if self.regimes is not None:
                 self.regime = self.regimes.enter(int(self.batch.columns - self.batch.pads.min()))
             self.with_types = kwargs.get("token_type_ids") is not None
@@ -169,6 +164,10 @@ class Request:
                 self.view.shelf = self.reading.own
             self._plan(kwargs)
             self._materialise()
+        except ContradictoryInputs:
+            raise
+        except Refused as refusal:
+            return self._plain(kwargs, str(refusal))
         except Exception as error:  # never half a view: whatever failed, this call prefills as if nothing was stored
             logger.warning("reuse failed, this call runs a full prefill", exc_info=True)
             self._drop_plan()
@@ -194,10 +193,15 @@ class Request:
         """Called after the first forward with what it gave, also when it raised and gave nothing."""
         self._open.close()
         if self.passes is not None and output is not None:
-            logits = logits_of(output)
-            self.passes.finish(logits)
-            self.reach = self.passes.reach
-            self._take_signals(logits)
+            try:
+                logits = logits_of(output)
+                self.passes.finish(logits)
+                self.reach = self.passes.reach
+                self._take_signals(logits)
+            except Exception:  # it changes nothing of the answer, but rows of which too little is known are not stored
+                logger.warning("what is to be expected of this answer is not known", exc_info=True)
+                self.report.expected_kl = self.first_logits = None
+                self._store_up_to(0)
         if self.regime is not None and self.regimes.current() != self.regime:
             self.storable = 0
         if self.state == "prefill":
@@ -381,26 +385,36 @@ class Request:
         """The call returned: store what is worth it, let go of the rest."""
         if self.state == "closed":
             return
-        view = self.view
-        tokens = torch.cat(view.fed, dim=1).cpu().numpy() if view.fed else np.empty((0, 0), dtype=np.int64)
-        whole = tokens.shape[1] == view.get_seq_length() and not view.altered
-        if self.storable is not None:
-            tokens = tokens[:, : self.storable]
-        if self.watch or threading.active_count() > 1:  # else nobody could have changed the model meanwhile
-            whole = whole and self.same_model()
+        view, tokens = self.view, None
+        try:
+            tokens = self._tokens_to_store()
+        except Exception:  # the answer is there and right: no fault from here on must take it from the caller
+            logger.warning("storing failed: this call is not stored", exc_info=True)
         with view.store.lock:
             self._give_back()
-            seconds = self.report.timings["first_token"] - self.report.timings["materialise"]
-            view.store.usage.measure(view.shelf.pool, seconds, self.report.computed_rows)
-            self.remark(view.store.shortage(view.shelf, view.extent))
             try:
-                if self.config.store and self.rows and whole and tokens.shape[1] >= self.batch.prompt_columns:
+                seconds = self.report.timings["first_token"] - self.report.timings["materialise"]
+                view.store.usage.measure(view.shelf.pool, seconds, self.report.computed_rows)
+                self.remark(view.store.shortage(view.shelf, view.extent))
+                if tokens is not None:
                     self.stored = store_rows(self, tokens, handed_out)
-            except Exception:  # the answer is there and right: a fault in storing must not take it from the caller
+            except Exception:
                 logger.warning("storing failed: the rows of this model are forgotten", exc_info=True)
                 view.store.abandon(view.shelf)
             self._close(handed_out)
         self.report.timings["total"] = time.perf_counter() - self.started
+
+    def _tokens_to_store(self) -> np.ndarray | None:
+        """All that was fed to the model, `[batch, columns]`; None if it can't be stored."""
+        view = self.view
+        if not self.config.store or not self.rows or view.altered:
+            return None
+        tokens = torch.cat(view.fed, dim=1).cpu().numpy()
+        whole = tokens.shape[1] == view.get_seq_length()
+        tokens = tokens[:, : self.storable]
+        if self.watch or threading.active_count() > 1:  # else nobody could have changed the model meanwhile
+            whole = whole and self.same_model()
+        return tokens if whole and tokens.shape[1] >= self.batch.prompt_columns else None
 
     def abort(self) -> None:
         """
@@ -427,20 +441,3 @@ class Request:
         self.passes = None
         self.view.request = self.frequencies = self.regimes = self.same_model = None
         self.reading_of = self.shared_of = None
-
-
-@functools.lru_cache(maxsize=64)
-def _defaults(model_class: type) -> dict:
-    """Default of each argument of a model's forward."""
-    parameters = inspect.signature(model_class.forward).parameters
-    return {name: parameter.default for name, parameter in parameters.items()}
-
-
-@contextmanager
-def closing(request: Request):
-    """Abort the request if the block raises anything at all, KeyboardInterrupt included."""
-    try:
-        yield request
-    except BaseException:
-        request.abort()
-        raise

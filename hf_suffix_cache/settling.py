@@ -13,10 +13,9 @@ import torch
 
 from .capability import Capability, cache_argument, input_device
 from .config import UnsupportedModelError
-from .generation import at_uninstall, hooked
+from .generation import at_uninstall, closing, hooked
 from .identity.adapters import is_adapter
 from .inputs import Refused
-from .request import closing
 from .store.scopes import Scope
 from .store.shelf import Sequence
 from .store.store import Store

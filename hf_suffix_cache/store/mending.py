@@ -6,6 +6,7 @@ every count and index must be; so they are made anew from that. Changes are orde
 between any two steps: rows are written before anything names them, and named elsewhere before they are let go.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -16,6 +17,20 @@ from .leases import Lease
 from .pool import BlockPool, Extent
 from .segments import DERIVED, EXACT, Segment
 from .shelf import Shelf
+
+
+def changes(method):
+    """A method of the store. Where it is broken off, the store is put in order before it is used again."""
+
+    @functools.wraps(method)
+    def changing(self, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self.unsure = True
+            raise
+
+    return changing
 
 
 def mend(store) -> None:

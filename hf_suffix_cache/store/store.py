@@ -1,6 +1,7 @@
 """Everything that outlives a call: pools, shelves, and the order in which sequences are given up."""
 
 import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -21,7 +22,7 @@ from .drafts import Draft, sequence_of
 from .eviction import policy_of
 from .host import HostMemory
 from .leases import Leases
-from .mending import mend
+from .mending import changes, mend
 from .pool import BlockPool, Budget, Extent, LayerShape
 from .reading import Reading
 from .room import PATIENCE, demote_old, give_growth_room
@@ -32,21 +33,9 @@ from .steward import Steward
 from .topic import Topic
 from .usage import Usage
 
+logger = logging.getLogger("hf_suffix_cache")
+
 MAX_HAPPENED = 1024  # evictions and expiries that wait to be told
-
-
-def _changes(method):
-    """Where this is broken off, the store is put in order before it is used again."""
-
-    @functools.wraps(method)
-    def changing(self, *args, **kwargs):
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            self.unsure = True
-            raise
-
-    return changing
 
 
 class Store:
@@ -85,7 +74,7 @@ class Store:
 
     # -- what views ask for -------------------------------------------------------------------------------------
 
-    @_changes
+    @changes
     def shelf(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Shelf:
         """The shelf of an identity and place; made at first use."""
         with self.lock:
@@ -96,7 +85,7 @@ class Store:
                 self.sessions.look_at((identity, place), self.clock())
             return shelf
 
-    @_changes
+    @changes
     def reading(self, identity, place: Place, shapes: tuple[LayerShape, ...]) -> Reading:
         """What a call of an identity and place is served from."""
         with self.lock:
@@ -106,7 +95,7 @@ class Store:
             slow = functools.partial(self.dormant.is_slow, row_seconds=self.usage.seconds_of(own.pool))
             return Reading(own, shared, self.sessions.get(place.scope), slow)
 
-    @_changes
+    @changes
     def expire(self) -> None:
         """Give up what sessions have not used for as long as they live; what a running call refers to stays."""
         with self.lock:
@@ -131,7 +120,7 @@ class Store:
                         self.dormant.age(shelf.scope, now, session.ttl)
                         self.sessions.forget(shelf.scope)
 
-    @_changes
+    @changes
     def open_session(self, scope: Scope, ttl: float | None) -> None:
         """A call of a session begins, whose rows live for `ttl` seconds unused from now on."""
         with self.lock:
@@ -143,7 +132,7 @@ class Store:
                     self.sessions.look_at(key, now)
             self.sessions.open(scope, ttl, now)
 
-    @_changes
+    @changes
     def allocate(self, shelf: Shelf, rows: int, batch: int = 1, prompts=None, plans=()) -> Extent:
         """
         An extent from the pool, for which sequences are given up; outside the pool if that is not enough, or if what
@@ -174,7 +163,7 @@ class Store:
             f"the caller holds the call's cache, and {self.steward.limit()} had no room for a copy: it was not stored"
         )
 
-    @_changes
+    @changes
     def adopt(self, shelf: Shelf, sequence: Sequence, rows: int) -> Extent | None:
         """The sequence's own extent, grown to `rows` rows, if it has one that is free and can grow in place."""
         with self.lock:
@@ -184,14 +173,14 @@ class Store:
             sequence.busy = extent is not None
             return extent
 
-    @_changes
+    @changes
     def release(self, shelf: Shelf, extent: Extent) -> None:
         """Take a view's reference from its extent, and tidy up what its call has left."""
         with self.lock:
             shelf.pool.release(extent)
             self._tidy(shelf.pool)
 
-    @_changes
+    @changes
     def commit(
         self,
         shelf: Shelf,
@@ -247,7 +236,7 @@ class Store:
 
     # -- managing -----------------------------------------------------------------------------------------------
 
-    @_changes
+    @changes
     def clear(self, scope: Scope | None = None) -> None:
         """Forget everything, or one scope. Running calls keep their views, and store nothing when they end."""
         with self.lock:
@@ -262,7 +251,7 @@ class Store:
             for pool in self.pools.values():
                 pool.trim()
 
-    @_changes
+    @changes
     def forget(self, identity) -> None:
         """Forget all rows of an identity: its weights have changed or are gone."""
         with self.lock:
@@ -290,7 +279,7 @@ class Store:
             for identity in {key[0] for key in self.shelves if lost(key[0])}:
                 self.forget(identity)
 
-    @_changes
+    @changes
     def compact(self) -> CompactionResult:
         """Defragment every pool; returns bytes moved and blocks freed."""
         with self.lock:
@@ -372,7 +361,7 @@ class Store:
         for mean in list(shelf.means):
             shelf.forget_mean(mean)
 
-    @_changes
+    @changes
     def _catch_up(self) -> None:
         """Let go of what has expired, and of the views that their callers have dropped."""
         if self.unsure:
@@ -398,8 +387,12 @@ class Store:
 
     def _tidy(self, pool: BlockPool) -> None:
         """What a call has left is tidied up, and what lies in files and is used again comes into memory."""
-        self.dormant.promote(pool)
-        self.steward.tidy(pool, self.config.compact_waste)
+        try:
+            self.dormant.promote(pool)
+            self.steward.tidy(pool, self.config.compact_waste)
+        except Exception:  # nothing that a call needs
+            logger.warning("tidying up a store failed", exc_info=True)
+            self.mend()
 
     def _touch(self, sequence: Sequence) -> None:
         sequence.last_used = self.clock()
