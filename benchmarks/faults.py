@@ -98,23 +98,39 @@ def inject(options: FaultsOptions) -> None:
     """Every site of every scenario."""
     from fault_sites import KINDS_OF_FAULT, SCENARIOS, Sites
 
-    results = Results("faults", "tiny llama", "float32", options)
-    sites, cases, faults = Counter(), Counter(), Counter()
-    progress = tqdm([(name, kind) for name in SCENARIOS for kind in KINDS_OF_FAULT], desc="scenarios")
-    for name, kind in progress:
+    def run(name: str, kind: str) -> dict:
+        found: dict = {"faults": 0, "cases": 0, "reached": 0, "places": []}
         with tempfile.TemporaryDirectory() as folder:
             for case in Sites(name, kind, Path(folder)).cases():
-                cases[name] += 1
-                sites[name, case.place] += 1
+                if case.place == "not reached":
+                    continue
+                found["cases"] += 1
+                found["reached"] += case.raised
+                found["places"] = sorted({*found["places"], case.place})
                 if case.fault is not None:
-                    faults[name] += 1
+                    found["faults"] += 1
                     print(f"{name}, {kind}, {case.place} {case.number}: {case.fault}", flush=True)
+        return found
+
+    journal = Journal(Path(options.journal), {"part": "inject"})
+    results = Results("faults", "tiny llama", "float32", options)
+    total: Counter = Counter()
+    places: dict[str, set] = {name: set() for name in SCENARIOS}
+    # all scenarios of one kind, then of the next: the first kind finds what is broken
+    for name, kind in tqdm([(name, kind) for kind in KINDS_OF_FAULT for name in SCENARIOS], desc="scenarios"):
+        found = journal.record(f"{name}, {kind}", lambda name=name, kind=kind: run(name, kind))
+        places[name].update(found["places"])
+        for count in ("faults", "cases", "reached"):
+            total[name, count] += found[count]
+            total[count] += found[count]
     for name in SCENARIOS:
-        places = sorted({place for scenario, place in sites if scenario == name})
-        note = f"target 0; {', '.join(places)}"
-        results.add(f"injected, {name}", "faults", faults[name], "count", cases[name], note=note)
-        results.add(f"injected, {name}", "sites", len(places), "count", cases[name])
-    results.add("injected", "faults", sum(faults.values()), "count", sum(cases.values()), note="target 0")
+        cases, note = total[name, "cases"], f"target 0; {', '.join(sorted(places[name]))}"
+        results.add(f"injected, {name}", "faults", total[name, "faults"], "count", cases, note=note)
+        results.add(f"injected, {name}", "places", len(places[name]), "count", cases)
+    results.add("injected", "places", len(set().union(*places.values())), "count", total["cases"])
+    results.add("injected", "faults", total["faults"], "count", total["cases"], note="target 0")
+    note = "those of the model's own run, interrupts, and those of managing a store"
+    results.add("injected", "reached the caller", total["reached"], "count", total["cases"], note=note)
 
 
 if __name__ == "__main__":
