@@ -1,6 +1,7 @@
 """Stores on disk: what was saved is served as before, by the same model alone; what is written, and when; crashes."""
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -433,6 +434,28 @@ def test_shared_rows_that_only_a_session_refers_to_come_back(tmp_path):
             check_pool(cache)
     assert ask(make_model(), A + B + question(2), cache.session("alice")).report.exact_tokens >= len(A + B)
     check_pool(cache)
+
+
+def test_shared_rows_change_while_what_refers_to_them_waits(tmp_path, caplog):
+    """A session's conversation begins with shared rows that are kept in 8 bits meanwhile: it is not lost."""
+    cache = SuffixCache(share_prefix=tuple(A), keep_conversations=0)
+    model = make_model()
+    ask(model, A + B + question(1), cache.session("alice"))
+    cache.save(tmp_path)
+    small = dict(share_prefix=tuple(A), keep_conversations=0, store_dtype="int8")
+    loaded, again = SuffixCache.load(tmp_path, **small), make_model()
+    for number in range(3):  # used twice, so brought into memory, and converted
+        ask(again, A + question(2 + number), loaded.session("bob"))
+    (shared,) = (each for each in loaded._store.shelves.values() if each.scope.kind == "shared")
+    assert all(segment.state == "derived" for segment in shared.segments)
+    loaded.save(tmp_path)  # alice's shelf waits still
+    for cache, fidelity in itertools.product((loaded, SuffixCache.load(tmp_path, **small)), ("exact", "balanced")):
+        handle = cache.session("alice").using(fidelity=fidelity, store=False)
+        report = ask(again, A + B + question(5), handle).report
+        assert report.exact_tokens == 0
+        assert (served(report) >= len(B)) == (fidelity == "balanced")
+        check_pool(cache)
+    assert "damaged" not in caplog.text
 
 
 def test_clear_forgets_what_waits_too(tmp_path):

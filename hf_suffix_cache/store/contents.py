@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .cooling import exact_rows
 from .corrections import Correction, Drift
 from .files import DamagedFile
 from .layout import RowLayout
@@ -259,6 +260,7 @@ class Contents:
             if missing:
                 sequence = without(sequence, missing)
             if sequence is not None:
+                _take_back(sequence)
                 _check_recipe(sequence)
         except DamagedFile as fault:
             made.faults.append(str(fault))
@@ -355,6 +357,13 @@ def _drift(arrays: Arrays, record: DriftRecord) -> Correction:
     drift = Drift(anchors, targets, arrays.numbers(record.tokens))
     which, offset, shift = arrays.numbers(3 * record.sources).reshape(3, record.sources)
     return Correction(drift, which.astype(np.int32), offset, shift, arrays.flags(record.targets))
+
+
+def _take_back(sequence: Sequence) -> None:
+    """Shared rows that this sequence refers to may be kept in fewer bits by now: then less of it is exact."""
+    exact = exact_rows(sequence)
+    if exact < sequence.exact:
+        sequence.exact, sequence.hops = exact, max(1, sequence.hops)
 
 
 def _check_recipe(sequence: Sequence) -> None:
