@@ -7,7 +7,9 @@ served, answers must be transformers' own, and at rest every reference in the po
 """
 
 import copy
+import logging
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -278,7 +280,8 @@ class World:
         """A new process: what was saved is there, and nothing else."""
         if self.saved is None:
             return
-        self.cache = SuffixCache.load(self.folder, clock=self.clock, debug=True, **self.settings)
+        with nothing_damaged():
+            self.cache = SuffixCache.load(self.folder, clock=self.clock, debug=True, **self.settings)
         self.seen, self.complete = copy.deepcopy(self.saved[0]), self.saved[1]
         asleep = self.clock.now - self.seen.now
         for entries in self.seen.entries.values():
@@ -492,6 +495,20 @@ def adapted():
 def _index(folder: Path) -> bytes | None:
     path = folder / files.INDEX
     return path.read_bytes() if path.exists() else None
+
+
+@contextmanager
+def nothing_damaged():
+    """Inside, a store warns of nothing: what a save or a crash has left is whole, so none of it is skipped."""
+    warnings, handler = [], logging.Handler(logging.WARNING)
+    handler.addFilter(lambda record: Path(record.pathname).parent.name == "store")
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("hf_suffix_cache").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("hf_suffix_cache").removeHandler(handler)
+    assert not warnings, f"a saved store is not whole: {warnings}"
 
 
 class killing:
