@@ -173,7 +173,10 @@ def first_layer_is_fresh(model, rows, ids, tolerance: float = 1e-5) -> None:
 
 
 def stock_rounding(model, ids) -> float:
-    """How far the last logits of a text are apart that transformers runs in one piece and in two, at most."""
+    """
+    How far the last logits of a text are apart that transformers runs in one piece, in two, and token by token as it
+    generates, at most.
+    """
     tokens, worst = as_batch(ids), 0.0
     with torch.no_grad():
         want = model(tokens).logits[0, -8:]
@@ -182,6 +185,11 @@ def stock_rounding(model, ids) -> float:
             model(tokens[:, :split], use_cache=True, **{cache_name(model): cache})
             got = model(tokens[:, split:], use_cache=True, **{cache_name(model): cache}).logits[0, -8:]
             worst = max(worst, (got - want).abs().max().item())
+        cache, first = DynamicCache(), max(1, tokens.shape[1] - 8)
+        model(tokens[:, :first], use_cache=True, **{cache_name(model): cache})
+        for place in range(first, tokens.shape[1]):
+            got = model(tokens[:, place : place + 1], use_cache=True, **{cache_name(model): cache}).logits[0, 0]
+            worst = max(worst, (got - want[place - tokens.shape[1]]).abs().max().item())
     return worst
 
 
