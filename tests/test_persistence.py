@@ -386,6 +386,22 @@ def test_what_waits_expires_by_the_life_that_a_session_has_meanwhile(tmp_path, e
         check_pool(loaded)
 
 
+def test_what_waits_is_saved_with_the_life_that_its_session_has_now(tmp_path):
+    clock, model = Clock(), make_model()
+    cache = SuffixCache(fidelity="exact", clock=clock)
+    ask(model, A + question(1), cache.session("alice", ttl=None))
+    cache.save(tmp_path)
+    for ttl, expected in ((100, 0), (None, len(A))):  # the second one is the control
+        loaded, other = SuffixCache.load(tmp_path, fidelity="exact", clock=clock), make_model("qwen2")
+        ask(other, B + question(1), loaded.session("alice", ttl=ttl))
+        loaded.save(tmp_path / str(ttl))
+        clock.now += 101
+        rewrite(tmp_path / str(ttl), lambda contents: contents.update(saved=time.time() - 101))
+        again = SuffixCache.load(tmp_path / str(ttl), fidelity="exact", clock=clock)
+        report = ask(make_model(), A + question(2), again.session("alice", ttl=None)).report
+        assert report.exact_tokens == expected
+
+
 def test_expired_sessions_are_not_saved_again(tmp_path):
     model, clock = make_model(), Clock()
     cache = SuffixCache(clock=clock)

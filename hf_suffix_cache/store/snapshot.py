@@ -14,7 +14,7 @@ from .layout import COLD, Piece, geometry_of
 from .mapped import StoredRows
 from .pool import BlockPool
 from .records import MAX_AMOUNT, MAX_HOPS, SegmentRecord, SessionRecord
-from .scopes import Place
+from .scopes import Place, Scope
 from .segments import Segment
 from .shelf import Shelf
 
@@ -101,11 +101,7 @@ class Snapshot:
                 if settings is None or geometry is None:
                     self.untold += len(shelf.segments)
                     continue
-                session = store.sessions.get(place.scope)
-                if session is not None:
-                    left = None if session.cutoff == -math.inf else amount(self.now - session.cutoff)
-                    session = SessionRecord(session.ttl if session.ttl != math.inf else None, left)
-                made = Shelved(identity.digest, settings, place, geometry, session)
+                made = Shelved(identity.digest, settings, place, geometry, self._session(place.scope))
                 held = (each for each in shelf.segments if each.holders and self._takes(place, each))
                 made.segments = dict(enumerate(held))
                 made.findable = {each for each in made.segments.values() if each in shelf.windows}
@@ -117,8 +113,18 @@ class Snapshot:
                     shelf.pin([segment])
                     self._pinned[segment] = shelf
             for made in store.dormant.shelved(self.now):
+                made.session = self._session(made.place.scope, made.session)
                 if all(self._takes(made.place, segment, stored) for segment, stored in made.stored.items()):
                     self._take(made)
+
+    def _session(self, scope: Scope, saved: SessionRecord | None = None) -> SessionRecord | None:
+        """What is known of a session now; what was `saved` of it, if it has not been met since then."""
+        session = self._store.sessions.get(scope)
+        if session is None:
+            return saved
+        left = [] if session.cutoff == -math.inf else [amount(self.now - session.cutoff)]
+        left += [] if saved is None or saved.left_topic is None else [saved.left_topic]
+        return SessionRecord(None if session.ttl == math.inf else session.ttl, min(left, default=None))
 
     def _takes(self, place: Place, segment: Segment, stored: StoredRows | None = None) -> bool:
         """Whether a segment is to be saved."""
