@@ -101,10 +101,10 @@ def test_explain_says_what_the_next_call_does(kind, options, session):
 @pytest.mark.parametrize(
     "kind, options, kinds",
     [
-        ("llama", {}, {"exact", "shifted"}),
-        ("qwen3", {"fidelity": "exact"}, {"exact"}),
-        ("llama", {"store_dtype": "bfloat16", "keep_conversations": 0}, {"shifted"}),
-        ("gpt2", {"store_dtype": "int8"}, {"exact"}),  # of the newest conversations, which keep their rows as they are
+        ("llama", {}, ("exact", "shifted")),
+        ("qwen3", {"fidelity": "exact"}, ("exact",)),
+        ("llama", {"store_dtype": "bfloat16", "keep_conversations": 0}, ("shifted",)),
+        ("gpt2", {"store_dtype": "int8"}, ("exact",)),  # of the newest conversations, which keep their rows as they are
     ],
     ids=lambda value: str(value),
 )
@@ -125,7 +125,7 @@ def test_explain_says_what_a_loaded_store_does(tmp_path, kind, options, kinds):
         check(explanation)
         assert agrees(explanation, ask(model, ids, handle, steps=2).report), (number, explanation.spans)
         seen |= {span.kind for span in explanation.spans if number % 3 < 2}
-    assert kinds | {"new"} <= seen
+    assert {*kinds, "new"} <= seen
     check_pool(cache)
 
 
