@@ -35,7 +35,7 @@ class NearMiss:
         if self.text is None:
             end = ": tokenised otherwise or edited (`tokenizer=` tells which)"
         else:
-            end = f": both read {self.text!r}"
+            end = f": both texts read {self.text!r} there"
         return f"[{self.start:,}, {self.stop:,}) is {here}, stored is {there}{end}"
 
 

@@ -104,7 +104,7 @@ def test_explain_says_what_the_next_call_does(kind, options, session):
         ("llama", {}, ("exact", "shifted")),
         ("qwen3", {"fidelity": "exact"}, ("exact",)),
         ("llama", {"store_dtype": "bfloat16", "keep_conversations": 0}, ("shifted",)),
-        ("gpt2", {"store_dtype": "int8"}, ("exact",)),  # of the newest conversations, which keep their rows as they are
+        ("gpt2", {"store_dtype": "int8"}, ("exact",)),  # the newest conversations keep their rows as they are
     ],
     ids=lambda value: str(value),
 )

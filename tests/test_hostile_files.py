@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from hf_suffix_cache import SuffixCache
 from hf_suffix_cache.store import files, persistence
@@ -569,3 +570,48 @@ def test_a_live_cache_is_not_touched(folder):
     assert all(map(torch.equal, before, live_tensors(live)))
     assert same_as_vanilla(model, A + B + question(2), live).report.exact_tokens >= len(A + B)
     check_pool(live)
+
+
+# -- what is no folder, and locks that nobody gives back ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder, error", [(3, TypeError), (None, TypeError), ("", ValueError), ("a\0b", ValueError)])
+def test_what_is_no_folder_is_named(folder, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (SuffixCache().save, SuffixCache.load):
+        with pytest.raises(error, match="`folder`"):
+            call(folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_and_a_folder_in_the_place_of_an_index_are_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="no folder"):
+        SuffixCache().save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "folder" / "index.json").mkdir(parents=True)
+    with pytest.raises(ValueError, match="is a folder"):
+        SuffixCache().save(tmp_path / "folder")
+    assert [each.name for each in (tmp_path / "folder").iterdir()] == ["index.json"]
+
+
+def test_a_lock_of_two_names_is_refused(tmp_path):
+    """Both locks of a store as one file: who held the first one would wait for himself."""
+    (tmp_path / "save.lock").touch()
+    os.link(tmp_path / "save.lock", tmp_path / "load.lock")
+    with pytest.raises(ValueError, match="more than one name"):
+        SuffixCache().save(tmp_path)
+
+
+def test_a_lock_that_is_never_given_back_is_named(tmp_path, monkeypatch):
+    SuffixCache().save(tmp_path)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.2)
+    with FileLock(tmp_path / "save.lock"), pytest.raises(TimeoutError, match="save.lock"):
+        SuffixCache().save(tmp_path)
+    assert SuffixCache.load(tmp_path) is not None
+
+
+def test_ids_that_no_index_can_hold_are_refused():
+    with pytest.raises(ValueError, match="64 bits"):
+        SuffixCache().session(10**5000)
+    assert SuffixCache().session(2**64 - 1) is not None

@@ -22,6 +22,7 @@ FORMAT = "hf_suffix_cache store"
 VERSION = 1
 MAX_INDEX_BYTES = 256 << 20
 MAX_TOKENS_BYTES = 4 << 30
+LOCK_SECONDS = 600  # a save of many gigabytes may take minutes, and others wait for it
 NUM_READS = 31  # newest ones that a folder's speed is told by
 ALIGNMENT = 64  # of tensors in a file, so that they can be used where they lie
 
@@ -90,14 +91,23 @@ class Folder:
         Inside, nobody else holds the lock of this name. Who only reads goes without where the folder, or a lock in it,
         can't be written to.
         """
-        from filelock import FileLock
+        from filelock import FileLock, Timeout
 
         path = self.path / f"{name}.lock"
         if path.is_symlink():  # it would be opened for writing, wherever it leads
             raise DamagedFile(f"{path} is a link, which no store has; remove it.")
-        lock = FileLock(path, mode=0o600)
+        if (
+            path.exists() and path.stat().st_nlink > 1
+        ):  # another lock may be the same file: who holds one waits for ever
+            raise DamagedFile(f"{path} has more than one name, which no store's lock has; remove it.")
+        lock = FileLock(path, mode=0o600, timeout=LOCK_SECONDS)
         try:
             lock.acquire()
+        except Timeout as error:
+            raise TimeoutError(
+                f"{path} is held by another process or thread for more than {LOCK_SECONDS} s: end it, or use another "
+                "folder."
+            ) from error
         except OSError:
             if writing:
                 raise
@@ -115,8 +125,12 @@ class Folder:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def make(self) -> None:
-        """Make the folder; raises `ValueError` where another kind of `index.json` is in it."""
+        """Make the folder; raises `ValueError` where there is a file, or another kind of `index.json` in it."""
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is no folder, so no store can be saved there; choose another path.")
         self._make()
+        if (self.path / INDEX).is_dir():
+            raise ValueError(f"{self.where(INDEX)} is a folder; save to another folder, or remove that one.")
         if self.has_index():
             with suppress(DamagedFile):
                 start = self.read(INDEX, MAX_INDEX_BYTES)[:64]

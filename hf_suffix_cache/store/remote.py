@@ -25,9 +25,13 @@ def folder_of(path) -> Folder:
     The folder at a path, or at a URL that fsspec knows (`s3://bucket/store`).
 
     Raises:
-        ValueError: for a protocol that there is not.
+        TypeError, ValueError: for what is no path, and for a protocol that there is not.
         ImportError: where the package that opens it is missing.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"`folder` must be a path or a URL, got {path!r}.")
+    if not os.fspath(path) or "\0" in os.fspath(path):
+        raise ValueError(f"`folder` must name a folder, got {path!r}; '.' is the working directory.")
     if not isinstance(path, str) or "://" not in path:
         return Folder(path)
     try:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 KINDS = ("anonymous", "session", "shared")
+MOST_ID = 2**64 - 1  # Python refuses to write integers of more than 4,300 digits, so an index could not hold them
 
 
 class Scope(NamedTuple):
@@ -54,6 +55,11 @@ def session_scope(namespace: str, session: str | int) -> Scope:
     """The scope of a session's id; raises `TypeError` or `ValueError` for what is none."""
     if isinstance(session, bool) or not isinstance(session, (str, int)):
         raise TypeError(f"a session's id must be a string or an integer, got {session!r}.")
+    if isinstance(session, int) and not -MOST_ID <= session <= MOST_ID:
+        raise ValueError(
+            f"a session's id must be a string or an integer of 64 bits, got one of {len(hex(session)):,}"
+            " hexadecimal digits; give it as a string."
+        )
     if session == "":
         raise ValueError("a session's id must not be empty: rows of all callers without an id would meet in it.")
     return Scope("session", namespace, session)
