@@ -43,5 +43,5 @@ def say_short_lived(calls: list[int]) -> None:
     if calls[0] == 1:
         say_once(
             "short-lived",
-            "a SuffixCache was dropped after one call, with all that it had stored. Make it once and keep it.",
+            "a SuffixCache was dropped after one call: made for each call it is empty. Make it once and keep it.",
         )

@@ -118,7 +118,7 @@ def test_to_dict_is_json_with_all_attributes_of_the_contract():
     values = json.loads(json.dumps(report.to_dict()))
     assert set(values) == {
         *("prompt_tokens", "computed_rows", "capability_rows", "generated_tokens", "spans", "reason", "timings"),
-        *("healed_rows", "equivalent_rows", "residual", "expected_kl", "level", "features"),
+        *("healed_rows", "equivalent_rows", "residual", "expected_kl", "level", "features", "causes"),
         *(f"{kind}_tokens" for kind in KINDS),
     }
     assert values["spans"][1] == []

@@ -23,7 +23,7 @@ from .cold import cold_bytes, is_scaled, stored_dtype
 from .paging import prefer_large_pages
 
 SLAB_BITS = 32  # an address is slab number << 32 | row
-MAPPED = 1 << 30  # numbers of mapped slabs begin here
+MAPPED = 3 << 29  # numbers of mapped slabs begin here; all are below 2**31
 SLAB_BYTES = 256 << 20  # a slab is not larger than this, or than twice what is asked for
 COLD_SLAB_BYTES = 32 << 20  # cold slabs hold packed rows alone, so they may be small
 
