@@ -435,7 +435,7 @@ class SuffixCache(PrivateView):
     def __deepcopy__(self, memo):
         raise TypeError("a SuffixCache can't be copied: it owns memory. Pass it on itself, or `save` it to a folder.")
 
-    __copy__ = None
+    __copy__ = functools.partialmethod(__deepcopy__, None)
 
     def __reduce_ex__(self, protocol):
         raise TypeError("a SuffixCache can't be pickled. Use `save` to write its rows to a folder.")

@@ -39,6 +39,7 @@ NAMES = tuple(CAUSES)
 LITTLE = 0.2  # share of a prompt, below which it is worth looking for why no more is served
 SHORTEST = 8  # tokens that a stored piece must have in common with the prompt to be named
 MAX_OTHERS = 16  # shelves of other states and conditions that are looked through, the newest
+NOTED_UNMOVABLE = 64  # segments that are not moved again, the newest: a call that ends must not go through all
 
 
 @dataclass(frozen=True)
@@ -62,14 +63,21 @@ class Search:
     ) -> None:
         """Add a prompt's tokens by cause to its `ReuseReport`, if little of it is served; as `causes`."""
         if (planned.planned_kinds != NEW).mean() < LITTLE:
-            found = self.causes(store, planned, reading, place, config, keep_last)
+            found = self.causes(store, planned, reading, place, config, keep_last, NOTED_UNMOVABLE)
             counts = np.bincount(found, minlength=len(NAMES)).tolist()
             for name, count in zip(NAMES, counts, strict=True):
                 if count:
                     report.causes[name] = report.causes.get(name, 0) + count
 
     def causes(
-        self, store: Store, planned: PlannedRow, reading: Reading, place: Place, config, keep_last: int = 1
+        self,
+        store: Store,
+        planned: PlannedRow,
+        reading: Reading,
+        place: Place,
+        config,
+        keep_last: int = 1,
+        unmovable: int | None = None,
     ) -> np.ndarray:
         """
         The cause of each token, before repair.
@@ -81,6 +89,8 @@ class Search:
             place (`Place`): Whose prompt, under which conditions.
             config (`SuffixCacheConfig`): Of the call.
             keep_last (`int`, *optional*, defaults to 1): Newest tokens whose logits are asked for.
+            unmovable (`int`, *optional*): Segments of each shelf that are looked through of those that are not moved
+                again, the newest; None: all.
 
         Returns:
             `np.ndarray` of int, `[tokens]`: Numbers in `NAMES`.
@@ -100,7 +110,7 @@ class Search:
         for cause, shelf in self._others(store, place):
             mark(shelf.runs(ids, 0, SHORTEST), cause)  # the front of a text is as good there as any other part
         for shelf in shelves:
-            mark(_unmovable_runs(shelf, ids, start), "hops")
+            mark(_unmovable_runs(shelf, ids, start, unmovable), "hops")
         if config.fidelity == "exact":
             for shelf in shelves:
                 mark(shelf.runs(ids, start, SHORTEST), "front" if self.front_only else "unmoved")
@@ -145,9 +155,10 @@ def covered(runs: list[Run], tokens: int) -> np.ndarray:
     return np.cumsum(steps[:-1]) > 0
 
 
-def _unmovable_runs(shelf: Shelf, ids: np.ndarray, first: int) -> list[Run]:
+def _unmovable_runs(shelf: Shelf, ids: np.ndarray, first: int, newest: int | None) -> list[Run]:
     """Runs of segments that are in no index, since they are not moved again."""
     segments = [segment for segment in shelf.segments if not segment.movable]
+    segments = segments[-newest:] if newest is not None else segments
     if not segments:
         return []
     index = WindowIndex()

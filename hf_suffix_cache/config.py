@@ -135,7 +135,7 @@ class SuffixCacheConfig:
     def __post_init__(self):
         if self.fidelity not in FIDELITIES:
             raise ValueError(f"`fidelity` must be one of {FIDELITIES}, got {self.fidelity!r}.")
-        if self.repair is not None and not callable(getattr(self.repair, "select", None)):
+        if self.repair is not None and not _is_object_with(self.repair, "select"):
             raise TypeError(f"`repair` must be None or an object with a `select` method, got {self.repair!r}.")
         if self.max_kl is not None:
             _check_number("max_kl", self.max_kl, 0.0, float("inf"))
@@ -159,8 +159,10 @@ class SuffixCacheConfig:
             _check_int("host_bytes", self.host_bytes, 0, 2**62)
         if isinstance(self.eviction, str) and self.eviction not in EVICTIONS:
             raise ValueError(f"`eviction` must be one of {EVICTIONS} or a policy, got {self.eviction!r}.")
-        if not isinstance(self.eviction, str) and not callable(getattr(self.eviction, "worth", None)):
-            raise TypeError(f"`eviction` must be one of {EVICTIONS} or have a `worth` method, got {self.eviction!r}.")
+        if not isinstance(self.eviction, str) and not _is_object_with(self.eviction, "worth"):
+            raise TypeError(
+                f"`eviction` must be one of {EVICTIONS} or an object with a `worth` method, got {self.eviction!r}."
+            )
         _check_number("pin_share", self.pin_share, 0.0, 1.0)
         if self.store_dtype is not None and self.store_dtype not in STORE_DTYPES:
             raise ValueError(f"`store_dtype` must be None or one of {STORE_DTYPES}, got {self.store_dtype!r}.")
@@ -218,17 +220,25 @@ def check_ttl(ttl) -> None:
 
 
 def _checked_prefix(prefix) -> int | tuple[int, ...]:
-    """A number of tokens as it is, token ids of any kind of sequence as a tuple."""
-    if isinstance(prefix, int):
-        _check_int("share_prefix", prefix, 0, 2**31 - 1)
-        return prefix
-    ids = prefix.flatten().tolist() if hasattr(prefix, "flatten") else prefix
+    """A number of tokens as it is, token ids of any kind of sequence as a tuple; of a batch there may be one row."""
+    ids = prefix.tolist() if hasattr(prefix, "tolist") else prefix  # tensors, arrays, and numbers of theirs
+    if isinstance(ids, int):
+        _check_int("share_prefix", ids, 0, 2**31 - 1)
+        return ids
     if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
         raise TypeError(f"`share_prefix` must be None, a number of tokens or a list of token ids, got {prefix!r}.")
-    ids = tuple(ids)
+    ids = list(ids)
+    if len(ids) == 1 and isinstance(ids[0], list):
+        ids = ids[0]
+    ids = tuple(token.item() if hasattr(token, "item") else token for token in ids)
     for token in ids:
         _check_int("share_prefix", token, 0, 2**31 - 1)
     return ids
+
+
+def _is_object_with(value, method: str) -> bool:
+    """Whether this has such a method to call: a class has none yet."""
+    return not isinstance(value, type) and callable(getattr(value, method, None))
 
 
 def _check_int(name: str, value, low: int, high: int) -> None:

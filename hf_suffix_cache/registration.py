@@ -54,6 +54,8 @@ class Pins:
 
 def into(where: tuple, pin: bool, folder) -> tuple[Pins | None, Callable[[], Filing] | None]:
     """What pins texts, or writes them to a folder; `where` are the arguments of `Pins`."""
+    if not isinstance(pin, bool):
+        raise TypeError(f"`pin` must be True or False, got {pin!r}.")
     if pin and folder is not None:
         raise ValueError("texts in a folder need no pin: they are not given up for room.")
     return Pins(*where) if pin else None, None if folder is None else functools.partial(Filing, *where, folder)
@@ -207,8 +209,11 @@ def encode(text, tokenizer, special_tokens: bool) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
     if isinstance(text, (torch.Tensor, np.ndarray)):
         text = (text[0] if text.ndim == 2 and len(text) == 1 else text).tolist()
-    if not isinstance(text, (list, tuple)) or not all(isinstance(item, (int, np.integer)) for item in text):
+    if not isinstance(text, (list, tuple)):
         raise TypeError(f"a text is a string or a sequence of token ids, got {type(text).__name__}.")
+    for item in text:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise TypeError(f"token ids must be integers, got {item!r} among them.")
     return [int(item) for item in text]
 
 

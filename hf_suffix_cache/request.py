@@ -310,10 +310,7 @@ class Request:
                 self.rows.append(planned)
                 self._touch(planned)
                 view.store.usage.ask(view.shelf, planned.served)
-                if self.search is not None and keep_last is not None:
-                    place = Place(reading.own.scope, self.regime, self.with_types)
-                    self.search.note(self.report, view.store, planned, reading, place, config, keep_last)
-        self._all_logits = keep_last is None
+        self.keep_last, self._all_logits = keep_last, keep_last is None
         if self._all_logits and self.report.reason is None:
             self.report.reason = "the logits of every token were asked for, so every row runs; see `logits_to_keep`"
         if self._front_only and self.report.reason is None and any(row.computed[:-1].any() for row in self.rows):
@@ -396,6 +393,7 @@ class Request:
                 seconds = self.report.timings["first_token"] - self.report.timings["materialise"]
                 view.store.usage.measure(view.shelf.pool, seconds, self.report.computed_rows)
                 self.remark(view.store.shortage(view.shelf, view.extent))
+                self._note_causes()
                 if tokens is not None:
                     self.stored = store_rows(self, tokens, handed_out)
             except Exception:
@@ -403,6 +401,14 @@ class Request:
                 view.store.abandon(view.shelf)
             self._close(handed_out)
         self.report.timings["total"] = time.perf_counter() - self.started
+
+    def _note_causes(self) -> None:
+        """Why little was served, if little was: looked for when the answer is out, before its own rows are stored."""
+        if self.search is not None and not self._all_logits:
+            place = Place(self.reading.own.scope, self.regime, self.with_types)
+            for row in self.rows:
+                rows_of = row, self.reading, place, self.config, self.keep_last
+                self.search.note(self.report, self.view.store, *rows_of)
 
     def _tokens_to_store(self) -> np.ndarray | None:
         """All that was fed to the model, `[batch, columns]`; None if it can't be stored."""

@@ -457,9 +457,11 @@ def test_a_model_that_was_not_met_is_not_run():
         ([5, 256], None, ValueError, "255"),
         ([-1], None, ValueError, "255"),
         ("words", None, ValueError, "tokenizer"),
-        ([[5, 6], [7, 8]], None, TypeError, "token ids"),
+        ([[5, 6], [7, 8]], None, TypeError, r"token ids must be integers, got \[5, 6\]"),
         (torch.tensor([[5, 6], [7, 8]]), None, TypeError, "token ids"),
-        ([5.5], None, TypeError, "token ids"),
+        ([5, 5.5], None, TypeError, "token ids must be integers, got 5.5"),
+        (torch.tensor([5.0]), None, TypeError, "token ids must be integers, got 5.0"),
+        (5, None, TypeError, "got int"),
         ([5, 6], object(), TypeError, "decode"),
     ],
 )

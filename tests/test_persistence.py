@@ -680,6 +680,7 @@ def test_wrong_folders_are_named(tmp_path):
     with pytest.raises(ValueError, match="no index of a saved store"):
         SuffixCache.load(tmp_path)
     assert (tmp_path / INDEX).read_text() == '{"weight_map": {}}'
+    assert [path.name for path in tmp_path.iterdir()] == [INDEX]  # and no lock is left in it
     with pytest.raises(TypeError, match="unknown"):
         SuffixCache.load(tmp_path, fidelty="exact")
 

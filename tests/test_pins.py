@@ -53,6 +53,13 @@ def test_pins_beyond_their_share_are_refused_before_anything_runs():
     check_pool(cache)
 
 
+def test_a_pin_is_asked_for_by_true_alone():
+    cache = SuffixCache()
+    with pytest.raises(TypeError, match="`pin` must be True or False, got 'no'"):
+        cache.register(make_model("llama"), [A], pin="no")
+    assert cache.stats.segments == 0
+
+
 def test_pins_hold_text_that_longer_text_was_stored_with_or_goes_on_from():
     model = make_model("llama")
     cache = SuffixCache(fidelity="exact", max_bytes=900 * ROW, keep_conversations=0)

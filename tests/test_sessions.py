@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import hf_suffix_cache
-from hf_suffix_cache import SuffixCache
+from hf_suffix_cache import SuffixCache, SuffixCacheConfig
+from hf_suffix_cache.repair.none import NoRepair
+from hf_suffix_cache.store.eviction import Lru
 from hf_suffix_cache.store.sessions import Sessions
 from hf_suffix_cache.store.topic import MIN_TOKENS, Topic, similarity, without_frame
 from reference import ask, check_pool, in_threads, same_as_vanilla
@@ -105,8 +107,29 @@ def test_wrong_arguments_are_named():
         SuffixCache(share_prefix="system")
     with pytest.raises(ValueError, match="share_prefix"):
         SuffixCache(share_prefix=-1)
+    for bad in ([1.5], [True], np.ones((2, 2)), np.ones((2, 2), dtype=np.int64), [[1, 2], [3]]):
+        with pytest.raises(TypeError, match="share_prefix"):
+            SuffixCache(share_prefix=bad)
     with pytest.raises(TypeError, match="clock"):
         SuffixCache(clock=5)
+    for policy in ("eviction", "repair"):
+        with pytest.raises(TypeError, match=f"`{policy}` must be"):  # the class, where one of its objects is meant
+            SuffixCache(**{policy: {"eviction": Lru, "repair": NoRepair}[policy]})
+
+
+@pytest.mark.parametrize(
+    "given, kept",
+    [
+        (np.int64(3), 3),
+        ([np.int64(3), 4], (3, 4)),
+        (torch.tensor([3, 4]), (3, 4)),
+        (torch.tensor([[3, 4]]), (3, 4)),  # as a tokenizer gives it
+        (np.array([3, 4], dtype=np.int32), (3, 4)),
+        (range(3), (0, 1, 2)),
+    ],
+)
+def test_a_common_start_may_be_any_kind_of_integers(given, kept):
+    assert SuffixCacheConfig(share_prefix=given).share_prefix == kept
 
 
 def test_using_and_settling_stay_in_the_session():

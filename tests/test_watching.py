@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_suffix_cache import SuffixCache
-from hf_suffix_cache.causes import CAUSES
+from hf_suffix_cache.causes import CAUSES, Search
 from hf_suffix_cache.events import LOW_CALLS, REMEDIES, Events
 from hf_suffix_cache.planning import KINDS, Span
 from hf_suffix_cache.prometheus import PREFIX, families_of
@@ -393,6 +393,19 @@ def test_what_is_served_well_is_not_looked_into():
     ask(model, A + B + question(1), cache)
     assert ask(model, A + B + question(2), cache).report.causes == {}
     assert ask(model, old_text(60, 8), cache).report.causes == {"unstored": 59, "last": 1}
+
+
+def test_nobody_waits_for_it(monkeypatch):
+    model, cache, seen = make_model("llama"), SuffixCache(), []
+    note = Search.note
+
+    def watched(search, report, *args):
+        seen.append("first_token" in report.timings)
+        note(search, report, *args)
+
+    monkeypatch.setattr(Search, "note", watched)
+    ask(model, A + question(1), cache)
+    assert seen == [True]
 
 
 def test_the_first_call_of_a_session_and_of_a_cache():

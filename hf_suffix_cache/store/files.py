@@ -131,13 +131,10 @@ class Folder:
         self._make()
         if (self.path / INDEX).is_dir():
             raise ValueError(f"{self.where(INDEX)} is a folder; save to another folder, or remove that one.")
-        if self.has_index():
-            with suppress(DamagedFile):
-                start = self.read(INDEX, MAX_INDEX_BYTES)[:64]
-                if start and not start.startswith(f'{{"format": "{FORMAT}"'.encode()):
-                    raise ValueError(
-                        f"{self.where(INDEX)} is not of a saved store; save to another folder, or remove that file."
-                    )
+        if self.is_foreign():
+            raise ValueError(
+                f"{self.where(INDEX)} is not of a saved store; save to another folder, or remove that file."
+            )
 
     def _make(self) -> None:
         # rows are as secret as the text that they have seen, so nobody else may read them
@@ -183,6 +180,14 @@ class Folder:
     def has_index(self) -> bool:
         """Whether there is a store in it, or something in its place."""
         return os.path.lexists(self.path / INDEX)
+
+    def is_foreign(self) -> bool:
+        """Whether its `index.json` can be read and is of something else: then nothing in it is touched."""
+        try:
+            start = self.read(INDEX, MAX_INDEX_BYTES)[:64]
+        except DamagedFile:
+            return False
+        return bool(start) and not start.startswith(f'{{"format": "{FORMAT}"'.encode())
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is no such file, or something else is in its place."""

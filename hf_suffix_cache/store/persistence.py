@@ -125,6 +125,8 @@ def load(store, path) -> None:
     folder = folder_of(path)
     if not folder.has_index():
         raise FileNotFoundError(f"no store in {path}: there is no {INDEX}. `SuffixCache.save` makes one.")
+    if not folder.is_remote and folder.is_foreign():  # no lock is left in it
+        raise DamagedFile(f"{folder.where(INDEX)} is no index of a saved store, or its first bytes are damaged.")
     with folder.locked(READERS, writing=False):
         index, contents = _read_again(folder, store) if folder.is_remote else _read_once(folder, store)
     with store.lock:
