@@ -29,7 +29,7 @@ THREADS = (1, 2, 8)
 STORED_TEXTS, TEXT_TOKENS = 390, 4096  # 10^5 blocks of 16 tokens
 PROMPTS = (1024, 4096, 16384)
 SECONDS = 1.5  # of one measurement
-CALL_TOKENS, CALLS = 1024, 16
+CALL_TOKENS, CALLS = 1536, 16
 
 
 def measure(options: SpeedOptions) -> None:

@@ -238,13 +238,19 @@ def reordered(texts: Texts, tokens: int, new_tokens: int, n: int) -> Reordered:
             orders.append(order)
         if len(orders) == n + 1:
             break
+    else:
+        raise ValueError(f"{count} passages have {len(orders) - 1} orders in which all move, not {n}; ask for longer ones.")
     made = [head + [t for number in order for t in passages[number]] + texts.question(new_tokens) for order in orders]
     return Reordered(made[0], made[1:])
 
 
 def _orders(count: int, rng: random.Random) -> Iterator[tuple[int, ...]]:
-    while True:
-        yield tuple(rng.sample(range(count), count))
+    if count < 7:  # all that there are
+        orders = list(itertools.permutations(range(count)))
+        yield from rng.sample(orders, len(orders))
+    else:
+        while True:
+            yield tuple(rng.sample(range(count), count))
 
 
 def _neighbours(order: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -75,6 +75,12 @@ def test_requests_are_decided_by_the_seed(tokenizer):
     )
 
 
+def test_too_few_orders_are_an_error_and_no_endless_search(tokenizer):
+    assert len(speed_workloads.reordered(speed_workloads.Texts(tokenizer), 1024, 64, 5).measured) == 5
+    with pytest.raises(ValueError, match="4 passages have"):
+        speed_workloads.reordered(speed_workloads.Texts(tokenizer), 1024, 64, 16)
+
+
 def test_reordered_requests_have_exactly_the_length_and_other_neighbours(tokenizer):
     case = speed_workloads.reordered(speed_workloads.Texts(tokenizer), 2048, 64, 5)
     assert {len(ids) for ids in (case.stored, *case.measured)} == {2048} and len(case.measured) == 5
