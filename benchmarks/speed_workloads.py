@@ -239,7 +239,8 @@ def reordered(texts: Texts, tokens: int, new_tokens: int, n: int) -> Reordered:
         if len(orders) == n + 1:
             break
     else:
-        raise ValueError(f"{count} passages have {len(orders) - 1} orders in which all move, not {n}: take more tokens.")
+        found = len(orders) - 1
+        raise ValueError(f"{count} passages have {found} orders in which all move, not {n}: take more tokens.")
     made = [head + [t for number in order for t in passages[number]] + texts.question(new_tokens) for order in orders]
     return Reordered(made[0], made[1:])
 
