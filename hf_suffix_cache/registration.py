@@ -213,7 +213,7 @@ def encode(text, tokenizer, special_tokens: bool) -> list[int]:
         raise TypeError(f"a text is a string or a sequence of token ids, got {type(text).__name__}.")
     for item in text:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise TypeError(f"token ids must be integers, got {item!r} among them.")
+            raise TypeError(f"a text is a string or a sequence of token ids, integers, got {item!r} among them.")
     return [int(item) for item in text]
 
 
