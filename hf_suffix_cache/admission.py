@@ -30,6 +30,12 @@ class Admission(NamedTuple):
     regimes: RotaryRegimes | None
 
 
+def check_model(model) -> None:
+    """Raise `TypeError` for what is no model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"expected a transformers PreTrainedModel, got {type(model).__name__}.")
+
+
 def admit(
     model: PreTrainedModel,
     identity_of: Callable[[PreTrainedModel, int], Identity],

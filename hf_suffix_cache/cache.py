@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 from . import generation, hints
-from .admission import Admission, admit, make_search
+from .admission import Admission, admit, check_model, make_search
 from .auditing import audit_answer
 from .bound import Auditor, Calibration
 from .building import build_in_background
@@ -19,7 +19,7 @@ from .calibrating import calibrate, fingerprint
 from .capability import Capability
 from .causes import Search
 from .comparison import Comparison, compare
-from .config import SuffixCacheConfig, check_field_names, check_ttl
+from .config import SuffixCacheConfig, check_field_names, check_ttl, short
 from .explaining import Explanation, explain, plain_call, read_prompt, refused
 from .identity import Identity
 from .inputs import Refused
@@ -72,7 +72,7 @@ class SuffixCache(PrivateView):
         if config is None:
             config = SuffixCacheConfig()
         if not isinstance(config, SuffixCacheConfig):
-            raise TypeError(f"`config` must be a SuffixCacheConfig, got {config!r}; fields go in by keyword.")
+            raise TypeError(f"`config` must be a SuffixCacheConfig, got {short(config)}; fields go in by keyword.")
         if not callable(clock):
             raise TypeError(f"`clock` must be a function without arguments that gives seconds, got {clock!r}.")
         config = config.replace(**fields)
@@ -251,13 +251,13 @@ class SuffixCache(PrivateView):
     @contextmanager
     def attach(self, model: PreTrainedModel):
         """Inside, the model's plain forwards are served too, and so is a `generate` that names no cache."""
-        _check_model(model)
+        check_model(model)
         with generation.attached(model, self):
             yield self
 
     def compare(self, model: PreTrainedModel, **inputs) -> Comparison:
         """Run a request with and without the cache: KL, differing tokens, rows and time of both. See `Comparison`."""
-        _check_model(model)
+        check_model(model)
         return compare(self, model, inputs)
 
     @property
@@ -294,7 +294,7 @@ class SuffixCache(PrivateView):
             `Calibration`, in use from now on; `save` writes it to a file. Raises `ValueError` if too few of the
             prompts share text with anything (`alpha=0.1` needs 9 to set the margin, and the fit others).
         """
-        _check_model(model)
+        check_model(model)
         identity = self._identity(model, 0)
         owner = fingerprint(self.config, self.capability(model), identity.digest)
         self.calibration = calibrate(self, model, prompts, alpha, tokenizer, owner)
@@ -321,7 +321,7 @@ class SuffixCache(PrivateView):
             `ValueError`, before anything runs, if more would be pinned than `pin_share` allows, or for a folder with
             another store in it.
         """
-        _check_model(model)
+        check_model(model)
         capability = self.capability(model)
         check_registrable(model, capability, at)
         handle = self._handle({"fidelity": "exact"}, self._scope.beside)
@@ -348,7 +348,7 @@ class SuffixCache(PrivateView):
             `Explanation`: With `spans`, `reasons` and `near_misses`; it can be printed, and a notebook shows it. Reads
             what a call of this handle would read, and tells of nothing else.
         """
-        _check_model(model)
+        check_model(model)
         ids = read_prompt(model, ids, tokenizer)
         try:
             call = plain_call(model)
@@ -363,7 +363,7 @@ class SuffixCache(PrivateView):
         What was measured of this model, at its first use or now: `kind` is `"shift"` (rows can be reused anywhere),
         `"prefix"` (at the front only) or `"none"`; `reason` says why it is not `"shift"`.
         """
-        _check_model(model)
+        check_model(model)
         identity = self._identity(model, 0)
         return self._owned.capabilities.get(model, (identity.settings, identity.digest))[0]
 
@@ -377,7 +377,7 @@ class SuffixCache(PrivateView):
             `Settlement`: Tokens, rows run and seconds. Raises `UnsupportedModelError` if the model can't be settled
             now, for example because it is in training mode.
         """
-        _check_model(model)
+        check_model(model)
         return settle(self, model)
 
     def settled(self, timeout: float | None = None) -> bool:
@@ -395,8 +395,8 @@ class SuffixCache(PrivateView):
 
     def clear(self, session: str | int | None = None) -> None:
         """
-        Forget all rows, or those of one session, which may be gone already. On the handle of a session: that session's
-        rows. Totals of `stats` stay.
+        Forget all rows of all sessions (`session=None`), or those of one session, which may be gone already. On the
+        handle of a session: that session's rows. Totals of `stats` stay.
         """
         own = self._scope if self._scope.kind == "session" else None
         self._store.clear(own if session is None else session_scope(self.config.namespace, session))
@@ -430,6 +430,7 @@ class SuffixCache(PrivateView):
         """
         cache = cls(config, **fields)
         persistence.load(cache._store, folder)
+        cache._calls[0] = 2  # one call of it is worth while: it was not empty
         return cache
 
     def __deepcopy__(self, memo):
@@ -442,8 +443,3 @@ class SuffixCache(PrivateView):
 
     def __repr__(self) -> str:
         return f"SuffixCache(fidelity={self.config.fidelity!r}, {self.stats})"
-
-
-def _check_model(model) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"expected a transformers PreTrainedModel, got {type(model).__name__}.")

@@ -225,8 +225,10 @@ def _checked_prefix(prefix) -> int | tuple[int, ...]:
     if isinstance(ids, int):
         _check_int("share_prefix", ids, 0, 2**31 - 1)
         return ids
-    if isinstance(ids, (str, bytes)) or not hasattr(ids, "__iter__"):
-        raise TypeError(f"`share_prefix` must be None, a number of tokens or a list of token ids, got {prefix!r}.")
+    if isinstance(ids, (str, bytes, dict, set, frozenset)) or not hasattr(ids, "__iter__"):
+        raise TypeError(
+            f"`share_prefix` must be None, a number of tokens or a list of token ids, got {short(prefix)}."
+        )
     ids = list(ids)
     if len(ids) == 1 and isinstance(ids[0], list):
         ids = ids[0]
@@ -234,6 +236,12 @@ def _checked_prefix(prefix) -> int | tuple[int, ...]:
     for token in ids:
         _check_int("share_prefix", token, 0, 2**31 - 1)
     return ids
+
+
+def short(value) -> str:
+    """A value in a message: models and caches have a long `repr`."""
+    text = repr(value)
+    return text if len(text) <= 100 else f"a {type(value).__name__}"
 
 
 def _is_object_with(value, method: str) -> bool:

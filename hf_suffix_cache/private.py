@@ -16,6 +16,9 @@ class PrivateView(Cache):
         self._private = threading.local()
         super().__init__(layer_class_to_replicate=DynamicLayer)
 
+    def __bool__(self) -> bool:
+        return True  # `len` is that of the private view: `cache or SuffixCache()` must not drop a cache for it
+
     @property
     def layers(self) -> list:
         """Layers of this thread's private view."""

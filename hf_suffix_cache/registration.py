@@ -1,7 +1,7 @@
 """Precomputing texts before anybody asks for them."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +78,7 @@ def register(
         pinning (`Pins`, *optional*), filing (callable, *optional*): Given if they are to be pinned, or to go to a
             folder.
     """
+    check_tokenizer(tokenizer)
     texts = [encode(text, tokenizer, special_tokens=at == "front") for text in _as_list(texts_or_ids)]
     vocabulary = model.get_input_embeddings().num_embeddings
     for ids in texts:
@@ -148,6 +149,7 @@ def system_turn(tokenizer, content: str) -> tuple[int, ...]:
         `tuple[int]`: Up to where the first user's own words begin. Raises `ValueError` if the template leaves the
         system turn out.
     """
+    check_tokenizer(tokenizer)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("this tokenizer has no chat template; give `share_prefix` the token ids themselves.")
     if not isinstance(content, str) or not content:
@@ -201,16 +203,24 @@ def check_ids(model: PreTrainedModel, ids: list[int]) -> None:
         raise ValueError(f"token ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}.")
 
 
+def check_tokenizer(tokenizer) -> None:
+    """Raise `TypeError` for what is neither a tokenizer nor None."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise TypeError(f"`tokenizer` must be a tokenizer of transformers, got {tokenizer!r}.")
+
+
 def encode(text, tokenizer, special_tokens: bool) -> list[int]:
     """Token ids of a string, or of a sequence of ids."""
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError("strings need a `tokenizer`; or pass lists of token ids.")
+        check_tokenizer(tokenizer)
         return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
     if isinstance(text, (torch.Tensor, np.ndarray)):
         text = (text[0] if text.ndim == 2 and len(text) == 1 else text).tolist()
     if not isinstance(text, (list, tuple)):
-        raise TypeError(f"a text is a string or a sequence of token ids, got {type(text).__name__}.")
+        remedy = '; pass its ["input_ids"]' if isinstance(text, Mapping) else ""
+        raise TypeError(f"a text is a string or a sequence of token ids, got {type(text).__name__}{remedy}.")
     for item in text:
         if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
             raise TypeError(f"a text is a string or a sequence of token ids, integers, got {item!r} among them.")

@@ -15,6 +15,7 @@ from .loading import load, read_files, reload_moved
 from .passes import Passes, logits_of
 from .prompt import CARRIED, PlannedRow
 from .report import ReuseReport
+from .store.files import DamagedFile
 from .store.reading import Reading
 from .store.scopes import Place
 from .store.shelf import Sequence
@@ -169,8 +170,10 @@ class Request:
         except Refused as refusal:
             return self._plain(kwargs, str(refusal))
         except Exception as error:  # never half a view: whatever failed, this call prefills as if nothing was stored
-            logger.warning("reuse failed, this call runs a full prefill", exc_info=True)
-            self._drop_plan()
+            # what is damaged says so itself, and is no fault of ours to be traced
+            logger.warning("reuse failed, this call runs a full prefill", exc_info=not isinstance(error, DamagedFile))
+            self.rows = []
+            self._let_go()
             return self._plain(kwargs, f"reuse failed: {type(error).__name__}: {error}")
         self.passes = Passes(
             self.view,
@@ -357,11 +360,6 @@ class Request:
         """Gather the moved rows of these prompts anew: what was written in their places is undone."""
         with self.view.store.lock:  # stored rows move when they are packed
             reload_moved(self.view, self.batch, self.rows, prompts, self.frequencies())
-
-    def _drop_plan(self) -> None:
-        """Back to an empty view."""
-        self.rows = []
-        self._let_go()
 
     def _let_go(self) -> None:
         """Hold nothing any more, after a fault that may have come in the middle of anything."""

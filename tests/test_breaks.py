@@ -1,5 +1,7 @@
 """What a fresh engineer broke once, each as a test of its whole kind, with the right value."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -195,3 +197,18 @@ def test_hard_text_is_named_once_where_the_calibration_is_the_callers(origin, sa
     for _ in range(2):
         cache.record(ReuseReport(expected_kl=0.5))
     assert sum("hard to move" in record.message for record in caplog.records) == says
+
+
+@pytest.mark.parametrize(
+    "calls, loaded, says", [(1, False, True), (2, False, False), (1, True, False), (0, True, False)]
+)
+def test_a_cache_that_is_dropped_after_one_call_is_named_once(calls, loaded, says, caplog, monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_suffix_cache.hints._said", set())
+    SuffixCache().save(tmp_path)  # without a call
+    for _ in range(2):
+        cache = SuffixCache.load(tmp_path) if loaded else SuffixCache()
+        for _ in range(calls):
+            cache.session("alice").record(ReuseReport())
+        del cache
+        gc.collect()
+    assert sum("was dropped after one call" in record.message for record in caplog.records) == says

@@ -23,6 +23,11 @@ MOVED = new_text(11, 1) + PROMPT + new_text(36, 2)
 IDS = torch.tensor([PROMPT])
 
 
+def test_a_cache_is_true_though_its_private_view_is_empty():
+    cache = SuffixCache()
+    assert bool(cache) and bool(cache.session("alice")) and len(cache) == 0
+
+
 # -- handles ----------------------------------------------------------------------------------------------------------
 
 

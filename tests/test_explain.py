@@ -462,6 +462,8 @@ def test_a_model_that_was_not_met_is_not_run():
         ([5, 5.5], None, TypeError, "token ids, integers, got 5.5"),
         (torch.tensor([5.0]), None, TypeError, "token ids, integers, got 5.0"),
         (5, None, TypeError, "got int"),
+        ({"input_ids": [5, 6]}, None, TypeError, 'pass its \\["input_ids"\\]'),
+        ("words", "gpt2", TypeError, "`tokenizer` must be a tokenizer of transformers, got 'gpt2'"),
         ([5, 6], object(), TypeError, "decode"),
     ],
 )

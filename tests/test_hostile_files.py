@@ -258,6 +258,24 @@ def test_damaged_rows_are_a_miss_with_a_reason_and_then_forgotten(tmp_path, capl
     check_pool(loaded)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_file_that_is_cut_short_while_it_is_mapped_is_not_touched_any_more(used, tmp_path):
+    """To read what was cut off would end this process."""
+    model, cache = make_model(), SuffixCache(fidelity="exact")
+    ask(model, A + B + question(1), cache)
+    cache.save(tmp_path)
+    loaded = SuffixCache.load(tmp_path, fidelity="exact").using(store=False)
+    loaded.explain(model, A)  # opens the file
+    if used:
+        assert ask(model, A + B + question(2), loaded).report.exact_tokens >= len(A + B)
+    (rows,) = tmp_path.glob("rows-*")
+    rows.chmod(0o600)
+    os.truncate(rows, 10)
+    for number in (3, 4):
+        assert same_as_vanilla(model, A + B + question(number), loaded).report.exact_tokens == 0
+    check_pool(loaded)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_any_damaged_rows_leave_answers_and_pool_whole(seed, folder):
     """Whichever segments are damaged, means and what conversations are made of included."""
@@ -584,6 +602,20 @@ def test_what_is_no_folder_is_named(folder, error, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_is_a_file_or_half_a_url_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileNotFoundError, match="it is a file"):
+        SuffixCache.load("file")
+    for path in ("memory:/store", "s3:bucket"):
+        for call in (SuffixCache().save, SuffixCache.load):
+            with pytest.raises(ValueError, match="two slashes"):
+                call(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    SuffixCache().save("./memory:store")  # what the message says of folders with such a name
+    assert SuffixCache.load("./memory:store").stats.segments == 0
+
+
 def test_a_file_and_a_folder_in_the_place_of_an_index_are_refused_before_anything_is_written(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="no folder"):
@@ -601,6 +633,14 @@ def test_a_lock_of_two_names_is_refused(tmp_path):
     os.link(tmp_path / "save.lock", tmp_path / "load.lock")
     with pytest.raises(ValueError, match="more than one name"):
         SuffixCache().save(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_lock_is_refused(tmp_path):
+    SuffixCache().save(tmp_path)
+    (tmp_path / "load.lock").unlink()
+    (tmp_path / "load.lock").mkdir()
+    with pytest.raises(ValueError, match="no plain file"):
+        SuffixCache.load(tmp_path)
 
 
 def test_a_lock_that_is_never_given_back_is_named(tmp_path, monkeypatch):

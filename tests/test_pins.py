@@ -57,6 +57,8 @@ def test_a_pin_is_asked_for_by_true_alone():
     cache = SuffixCache()
     with pytest.raises(TypeError, match="`pin` must be True or False, got 'no'"):
         cache.register(make_model("llama"), [A], pin="no")
+    with pytest.raises(TypeError, match="`tokenizer` must be a tokenizer of transformers, got 'gpt2'"):
+        cache.register(make_model("llama"), [A], "gpt2")
     assert cache.stats.segments == 0
 
 

@@ -97,6 +97,13 @@ def test_what_is_no_id_is_refused(bad, error):
         SuffixCache().session(bad)
 
 
+def test_an_id_may_be_an_integer_of_numpy():
+    model, cache = make_model("llama"), SuffixCache(fidelity="exact")
+    ask(model, A + question(1), cache.session(np.int64(7)))
+    assert served(ask(model, A + question(1), cache.session(7)).report) > 0
+    assert served(ask(model, A + question(1), cache.session("7")).report) == 0
+
+
 def test_wrong_arguments_are_named():
     cache = SuffixCache()
     with pytest.raises(ValueError, match="ttl"):
@@ -107,7 +114,7 @@ def test_wrong_arguments_are_named():
         SuffixCache(share_prefix="system")
     with pytest.raises(ValueError, match="share_prefix"):
         SuffixCache(share_prefix=-1)
-    for bad in ([1.5], [True], np.ones((2, 2)), np.ones((2, 2), dtype=np.int64), [[1, 2], [3]]):
+    for bad in ([1.5], [True], np.ones((2, 2)), np.ones((2, 2), dtype=np.int64), [[1, 2], [3]], {1: 2}):
         with pytest.raises(TypeError, match="share_prefix"):
             SuffixCache(share_prefix=bad)
     with pytest.raises(TypeError, match="clock"):

@@ -197,7 +197,7 @@ def test_places_that_there_are_not(monkeypatch, tmp_path):
     cache = SuffixCache()
     with pytest.raises(ValueError, match="no place that fsspec knows"):
         cache.save("nowhere://x/y")
-    with pytest.raises(ValueError, match="names no folder"):
+    with pytest.raises(ValueError, match="names no folder; add one, as in memory://store"):
         cache.save("memory://")
     with pytest.raises(FileNotFoundError, match="no store in memory://none/here"):
         SuffixCache.load("memory://none/here")

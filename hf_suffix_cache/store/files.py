@@ -96,9 +96,10 @@ class Folder:
         path = self.path / f"{name}.lock"
         if path.is_symlink():  # it would be opened for writing, wherever it leads
             raise DamagedFile(f"{path} is a link, which no store has; remove it.")
-        if (
-            path.exists() and path.stat().st_nlink > 1
-        ):  # another lock may be the same file: who holds one waits for ever
+        if path.exists() and not path.is_file():
+            raise DamagedFile(f"{path} is no plain file, as a store's lock is; remove it.")
+        # another lock may be the same file: who holds one waits for ever
+        if path.exists() and path.stat().st_nlink > 1:
             raise DamagedFile(f"{path} has more than one name, which no store's lock has; remove it.")
         lock = FileLock(path, mode=0o600, timeout=LOCK_SECONDS)
         try:

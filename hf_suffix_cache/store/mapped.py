@@ -33,6 +33,8 @@ class RowFile:
         """Its bytes; raises `DamagedFile` where it is gone, or is not what was saved."""
         if self._map is None:
             self._map = self.folder.map(self.name, self.size)
+        elif self._map.size() < self.size:  # to touch what was cut off would end the process (SIGBUS)
+            raise DamagedFile(f"{self.folder.where(self.name)} was cut short while it was in use")
         return self._map
 
 
@@ -179,10 +181,18 @@ class MappedSlab(Slab):
                 self._slots = self._open()
             except DamagedFile as damage:
                 self.damage = str(damage)
+        elif self.damage is None:
+            self._look_again()
         self._note(self)
         if self.damage is not None:
             raise DamagedFile(self.damage)
         return self._slots[name]
+
+    def _look_again(self) -> None:
+        try:
+            self.stored.file.open()
+        except DamagedFile as damage:
+            self.damage = str(damage)
 
     def _open(self) -> dict[str, dict[LayerShape, torch.Tensor]]:
         data, start = self.stored.read()

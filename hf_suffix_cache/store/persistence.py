@@ -124,7 +124,8 @@ def load(store, path) -> None:
     """
     folder = folder_of(path)
     if not folder.has_index():
-        raise FileNotFoundError(f"no store in {path}: there is no {INDEX}. `SuffixCache.save` makes one.")
+        what = "it is a file" if not folder.is_remote and folder.path.is_file() else f"there is no {INDEX}"
+        raise FileNotFoundError(f"no store in {path}: {what}. `SuffixCache.save` makes a folder with one.")
     if not folder.is_remote and folder.is_foreign():  # no lock is left in it
         raise DamagedFile(f"{folder.where(INDEX)} is no index of a saved store, or its first bytes are damaged.")
     with folder.locked(READERS, writing=False):

@@ -6,6 +6,7 @@ process may save to such a folder at a time. Whoever reads meanwhile finds the o
 """
 
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 
 from .files import INDEX, MAX_INDEX_BYTES, DamagedFile, Folder, checksum, is_named, is_temporary
 
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/?(?!/)")  # of two letters at least: C:/ is a disk
 _locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
 
@@ -32,6 +34,8 @@ def folder_of(path) -> Folder:
         raise TypeError(f"`folder` must be a path or a URL, got {path!r}.")
     if not os.fspath(path) or "\0" in os.fspath(path):
         raise ValueError(f"`folder` must name a folder, got {path!r}; '.' is the working directory.")
+    if isinstance(path, str) and _ONE_SLASH.match(path):
+        raise ValueError(f"{path} is no path and no URL; a URL has two slashes, and ./{path} is a folder.")
     if not isinstance(path, str) or "://" not in path:
         return Folder(path)
     try:
@@ -45,7 +49,7 @@ def folder_of(path) -> Folder:
     except ImportError as error:
         raise ImportError(f"{path} needs another package: {error}.") from error
     if not root.strip("/"):
-        raise ValueError(f"{path} names no folder; add one, as in {path.rstrip('/')}/store.")
+        raise ValueError(f"{path} names no folder; add one, as in {path.partition('://')[0]}://store.")
     return Folder(root) if "file" in _protocols(system) else RemoteFolder(system, root)
 
 

@@ -1,6 +1,9 @@
 """Who may reuse a row: the scope that it belongs to, a tagged part of a shelf's key that never enters a hash."""
 
+from numbers import Integral
 from typing import NamedTuple
+
+from ..config import short
 
 KINDS = ("anonymous", "session", "shared")
 MOST_ID = 2**64 - 1  # Python refuses to write integers of more than 4,300 digits, so an index could not hold them
@@ -53,8 +56,9 @@ class Place(NamedTuple):
 
 def session_scope(namespace: str, session: str | int) -> Scope:
     """The scope of a session's id; raises `TypeError` or `ValueError` for what is none."""
-    if isinstance(session, bool) or not isinstance(session, (str, int)):
-        raise TypeError(f"a session's id must be a string or an integer, got {session!r}.")
+    if isinstance(session, bool) or not isinstance(session, (str, Integral)):
+        raise TypeError(f"a session's id must be a string or an integer, got {short(session)}.")
+    session = session if isinstance(session, str) else int(session)  # numpy's integers are the numbers they are
     if isinstance(session, int) and not -MOST_ID <= session <= MOST_ID:
         raise ValueError(
             f"a session's id must be a string or an integer of 64 bits, got one of {len(hex(session)):,}"
