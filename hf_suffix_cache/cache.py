@@ -143,7 +143,7 @@ class SuffixCache(PrivateView):
             raise TypeError(f"`share` must be True or False, got {share!r}.")
         if share:
             return self._handle({}, scope.beside)
-        self._store.open_session(scope, ttl)
+        self._store.open_session(scope, ttl, is_new=False)  # a handle that is never used leaves nothing behind
         return self._handle({"ttl": ttl}, scope)
 
     @classmethod

@@ -195,7 +195,9 @@ def _reading(store: Store, identity, place: Place, shapes) -> Reading:
     that is forgotten gets no shelf again for being asked about.
     """
     if place.scope.kind == "session" and store.sessions.get(place.scope) is None:
-        return store.reading(identity, place.beside, shapes)
+        store.dormant.wake_scope(store, identity, place.scope, shapes)  # of a store that was loaded
+        if store.sessions.get(place.scope) is None:
+            return store.reading(identity, place.beside, shapes)
     reading = store.reading(identity, place, shapes)
     return Reading(reading.own, reading.shared, copy.deepcopy(reading.session), reading.slow)
 

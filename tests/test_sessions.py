@@ -97,6 +97,16 @@ def test_what_is_no_id_is_refused(bad, error):
         SuffixCache().session(bad)
 
 
+def test_sessions_that_run_nothing_leave_nothing_behind():
+    model, cache = make_model("llama"), SuffixCache()
+    for number in range(100):
+        cache.session(number).explain(model, A)
+        assert cache.session(number).stats.requests == 0
+    assert len(cache._store.sessions) == 0
+    ask(model, A + question(1), cache.session(7))  # control
+    assert len(cache._store.sessions) == 1
+
+
 def test_an_id_may_be_an_integer_of_numpy():
     model, cache = make_model("llama"), SuffixCache(fidelity="exact")
     ask(model, A + question(1), cache.session(np.int64(7)))

@@ -121,11 +121,16 @@ class Store:
                         self.sessions.forget(shelf.scope)
 
     @changes
-    def open_session(self, scope: Scope, ttl: float | None) -> None:
-        """A call of a session begins, whose rows live for `ttl` seconds unused from now on."""
+    def open_session(self, scope: Scope, ttl: float | None, is_new: bool = True) -> None:
+        """
+        A call of a session begins, whose rows live for `ttl` seconds unused from now on. Without `is_new` nothing is
+        remembered of a session that is not known.
+        """
         with self.lock:
             self.expire()  # by the time to live that held until now
             known, now = self.sessions.get(scope), self.clock()
+            if known is None and not is_new:
+                return
             if known is not None and known.ttl != ttl:
                 self.dormant.age(scope, now, known.ttl)
                 for key in [key for key in self.shelves if key[1].scope == scope]:
