@@ -76,6 +76,9 @@ class HostRows(StoredRows):
         """Their bytes, and where they begin in them."""
         return self._data, 0
 
+    def look(self) -> None:
+        """They stay."""
+
     def announce(self) -> None:
         """There is nothing to read."""
 

@@ -91,6 +91,10 @@ class StoredRows:
                 self.is_read = True
         return data, self.offset
 
+    def look(self) -> None:
+        """Raise `DamagedFile` if bytes that were read are gone."""
+        self.file.open()
+
     def announce(self) -> None:
         """Have the system read the bytes soon: in one piece, instead of a few pages at a time."""
         data = self.file.open()
@@ -190,7 +194,7 @@ class MappedSlab(Slab):
 
     def _look_again(self) -> None:
         try:
-            self.stored.file.open()
+            self.stored.look()
         except DamagedFile as damage:
             self.damage = str(damage)
 
